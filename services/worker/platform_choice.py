@@ -29,12 +29,10 @@ logger = logging.getLogger(__name__)
 def select_platform(
     settings: WorkerSettings, checkpoint_reached: Callable[[], None], group: Group | None
 ) -> Platform:
-    """Selects the platform for the settings.
-
-    By default CUDA is selected if the machine and the settings meet all its requirements. If torch
-    finds a GPU that is not used, the reason is logged. Raises UnsuitableDevice if the setting is
-    CUDA and a requirement is not met, and if the setting is SIMULATED, because this function knows
-    no simulated device. Raises KernelsUnavailable if the CPU is selected without the compiled
+    """By default CUDA is selected if the machine and the settings meet all its requirements. If
+    torch finds a GPU that is not used, the reason is logged. Raises UnsuitableDevice if the setting
+    is CUDA and a requirement is not met, and if the setting is SIMULATED, because this function
+    knows no simulated device. Raises KernelsUnavailable if the CPU is selected without the compiled
     kernels that the settings require.
     """
     if settings.device is DeviceSetting.SIMULATED:

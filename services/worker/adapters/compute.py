@@ -3,7 +3,7 @@ that hang.
 
 The event loop is not blocked while a step runs, so it decodes the next step's message before the
 step ends. A single thread computes, because each computing thread would start its own OpenMP
-threads. The download thread waits for outputs, so that the compute thread can queue the next step.
+threads.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ class FunctionQueue(Protocol):
 
     @property
     def put(self) -> Callable[[Callable[[], None] | None], None]:
-        """Queues a function. None ends the queue after all earlier functions."""
+        """None ends the queue after all earlier functions."""
 
     def join(self, patience_seconds: float | None) -> None:
         """Waits until the queue has ended, at most for `patience_seconds`."""

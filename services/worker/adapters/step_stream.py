@@ -51,10 +51,6 @@ class StepStream:
     On a local stream, which has `write_at_once`, the compute thread itself sends the output of the
     oldest step before it runs the next step. Otherwise another thread would be woken, and would
     wait for the interpreter's lock until the compute thread has prepared the next step.
-
-    In three cases the compute thread wakes the task that executes `run`, and this task sends the
-    output: if there is no `write_at_once`, if the scheduler has not read earlier outputs, and if a
-    device still computes the output.
     """
 
     runner: StepRunner

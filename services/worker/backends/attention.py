@@ -124,14 +124,14 @@ class PagedAttention(Protocol):
     """An attention implementation that owns the KV cache of all layers."""
 
     def begin_step(self, layouts: Sequence[StepLayout]) -> LayerAttention:
-        """Prepares a step. The result is for all layers, and is valid until the next step begins.
+        """The result is for all layers, and is valid until the next step begins.
 
         There is one layout for each KV-cache group. The layouts differ only in `tables` and
         `block_size`.
         """
 
     def zero_blocks(self, block_ids: Int32Array) -> None:
-        """Clears blocks in all layers. Must be called before the step that uses them begins."""
+        """Must be called before the step that uses the blocks begins."""
 
 
 @dataclass(frozen=True, slots=True)

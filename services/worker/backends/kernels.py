@@ -165,9 +165,9 @@ class Kernels(Protocol):
         """Like `padded_rows`, for operations that torch computes even if kernels are compiled."""
 
     def linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
-        """Creates a projection. The weight is packed, and the caller's tensor is not kept. A
-        quantized weight may be stored dequantized, rounded to the data type of the computation.
-        Inputs are then not quantized.
+        """The weight is packed, and the caller's tensor is not kept. A quantized weight may be
+        stored dequantized, rounded to the data type of the computation. Inputs are then not
+        quantized.
         """
 
     def gated_linear(
@@ -214,7 +214,7 @@ class Kernels(Protocol):
         """
 
     def lora_step(self, rows: LoraRows) -> LoraStep:
-        """Prepares the LoRA adapters of a step. These kernels must have packed them."""
+        """These kernels must have packed the adapters of the rows."""
 
     def row_sampler(self) -> RowSampler | None:
         """Returns a compiled sampler for rows of logits on the host, or None if there is none."""

@@ -1,18 +1,15 @@
 """Runs each step on all ranks of a group together, and compares the ranks' results.
 
-The ranks receive the same steps, each rank over its own stream. When streams end, one rank may have
-received a step that another rank has not received. Therefore the ranks exchange generation and
-number of their steps before each step. The generation is a number that increases when the scheduler
-opens the KV pool and its streams again. A newer generation always has a greater number, even if a
-clock was set back, because workers report the last generation that they received, and the pool's
-next generation is greater.
+When streams end, one rank may have received a step that another rank has not received. Before each
+step the ranks exchange the generation and the number of the step. The generation is a number that
+increases when the scheduler opens the KV pool and its streams again. A newer generation always has
+a greater number, even if a clock was set back, because workers report the last generation that they
+received, and the pool's next generation is greater.
 
-Together with the numbers, the ranks exchange digests of their steps' messages. If the digests
-differ, all ranks refuse the step.
+Together with the numbers, the ranks exchange digests of their steps' messages.
 
 At regular intervals the ranks also exchange a digest of a step's input and output, some steps
-later, when no device computes this step any more. Sums over ranks have the same bits on each rank,
-so everything computed from them must be equal. If these digests differ, memory or a kernel is
+later, when no device computes this step any more. If these digests differ, memory or a kernel is
 faulty, and no later token can be trusted.
 """
 

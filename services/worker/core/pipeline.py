@@ -1,15 +1,13 @@
 """Pipeline parallelism: a pipeline stage is a range of the model's layers.
 
 All stages are sent the same steps, in order. A stage runs a step after it has received the hidden
-states of the previous stage, which can then run the next step. Only the last stage samples. The
-term is from GPipe (Huang et al.).
+states of the previous stage, which can then run the next step. The term is from GPipe (Huang et
+al.).
 
 With hidden states, a stage sends a header: generation, number, digest and token count of their
 step. The generation is a number that increases when the scheduler opens the KV pool and its streams
 again. When streams end, a stage may have received a step that another stage has not received.
-Therefore a stage drops hidden states of an older generation. If hidden states are of a newer
-generation, it aborts its own step, because the scheduler sends every new generation to all stages.
-It refuses a step that the previous stage was not sent.
+Therefore a stage drops hidden states of an older generation.
 """
 
 import time
@@ -32,7 +30,7 @@ class Link(Protocol):
     """Connects successive pipeline stages. Tensors arrive in the order in which they were sent."""
 
     def send(self, tensor: torch.Tensor) -> None:
-        """Begins to send a tensor to the next stage. The caller must not change it afterwards."""
+        """The caller must not change the tensor afterwards."""
 
     def receive(self, tensor: torch.Tensor) -> None:
         """Waits for the next tensor from the previous stage and copies it into `tensor`."""

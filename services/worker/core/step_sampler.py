@@ -1,10 +1,9 @@
 """Samples the tokens of a step, and verifies its drafts.
 
-A draft token is accepted if the sampler draws the same token at its position. The first draft that
-differs is replaced by the drawn token. A draw is a function of seed, position and logits, so the
-output has the same tokens as without drafts. A draft is accepted with the probability that the
-model assigns to it. Rejection sampling (Leviathan et al.) accepts drafts at the same rate if they
-are proposed with certainty.
+A draft token is accepted if the sampler draws the same token at its position. A draw is a function
+of seed, position and logits, so the output has the same tokens as without drafts. A draft is
+accepted with the probability that the model assigns to it. Rejection sampling (Leviathan et al.)
+accepts drafts at the same rate if they are proposed with certainty.
 """
 
 from collections.abc import Callable, Sequence

@@ -3,7 +3,6 @@ context consists of all tokens that it attends to, including itself.
 
 As in other serving simulators, the time grows linearly with requests and contexts. It may grow with
 tokens along a curve, because kernels compute tokens in tiles, and use more threads for many tokens.
-The coefficients are in profiles of the simulated device.
 """
 
 from bisect import bisect_left

@@ -1,8 +1,7 @@
 """The native architectures, and the traits of each that config.json does not contain.
 
-All are pre-norm decoders with rotary positions, grouped queries and gated MLPs. `Traits` lists
-their differences. Traits are used only while config.json is read: ModelConfig has the values
-derived from them.
+All are pre-norm decoders with rotary positions, grouped queries and gated MLPs. Traits are used
+only while config.json is read: ModelConfig has the values derived from them.
 """
 
 import enum

@@ -59,8 +59,8 @@ class Decoder:
         wanted: torch.Tensor | None = None,
         lora: LoraRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Runs the layers. Rows that pad the batch are computed too. Only the last stage normalizes
-        the hidden states that it returns.
+        """Rows that pad the batch are computed too. Only the last stage normalizes the hidden
+        states that it returns.
         """
         adapters = None if lora is None else self._kernels.lora_step(lora)
         if self._fused is not None and self._fused.accepts(attention):

@@ -13,7 +13,7 @@ SLIDING = "sliding_attention"
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """The experts of a layer: gated MLPs. A router picks a few of them for each token.
+    """The experts of a layer: gated MLPs.
 
     `normalized`: the weights of the picked experts are scaled to a sum of 1.
     """

@@ -1,9 +1,7 @@
 """The layers of a decoder that a pipeline stage computes.
 
 Layers are divided so that the stages read about equally many bytes of weights in a step. Because a
-step of few tokens takes as long as reading the weights, its stages then take about equally long. A
-step reads all weights of its layers and of the head, which may be as large as many layers. Of the
-embedding it reads one row for each token, which is negligible.
+step of few tokens takes as long as reading the weights, its stages then take about equally long.
 """
 
 import logging

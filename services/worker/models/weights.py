@@ -51,13 +51,10 @@ def load_weights(
     """Reads, converts, fuses and packs all weights, layer by layer, as the kernels need them.
 
     Only this rank's part of divided tensors is read, and only the weights of the pipeline `stage`.
-    The last stage also reads the embedding if the head is tied to it. `quantization` applies to
-    projections, except routers and the head for classes.
+    `quantization` applies to projections, except routers and the head for classes.
 
-    With `pooling`, the head is the head for classes, which is whole on each rank. If there are no
-    classes, no logits are computed, and the head is a single unused row. The checkpoint may then
-    contain only the decoder's body. Raises ModelError before anything is read if the tensors do not
-    match `config`.
+    With `pooling`, the head is the head for classes, which is whole on each rank. Raises ModelError
+    before anything is read if the tensors do not match `config`.
     """
     if pooling is not None and EMBEDDING not in checkpoint.tensors:
         checkpoint = checkpoint.prefixed("model.", apart=CLASS_HEAD)

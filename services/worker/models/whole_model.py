@@ -1,7 +1,7 @@
 """Models that compute one whole prompt at a time: encoders, whose tokens attend to later tokens.
 
 The library transformers runs the model, with its own attention. Each prompt is computed alone, so
-that its vector does not depend on other prompts. Nothing is cached.
+that its vector does not depend on other prompts.
 """
 
 import inspect

@@ -47,8 +47,8 @@ class Timeouts:
 
 
 class Group:
-    """A group of ranks. The constructor forms it. `link` connects this pipeline stage to the
-    previous and next stages. It is None if there is one stage.
+    """A group of ranks. `link` connects this pipeline stage to the previous and next stages. It is
+    None if there is one stage.
 
     `local_ranks` are the ranks on this machine or in this container, which share its memory and
     processors. `checkpoint_reached` is called repeatedly while the constructor waits, and may raise
@@ -129,12 +129,12 @@ class Group:
                     )
 
     def smallest(self, what: str, value: int) -> int:
-        """Returns the minimum of all ranks' values. `what` is a unique name of this exchange."""
+        """`what` is a unique name of this exchange."""
         return min(map(int, self.gather(what, str(value))))
 
     def close(self, *, is_stopped: bool = False) -> None:
-        """Closes the connections, which the other ranks notice. `is_stopped` tells them that this
-        rank has received a stop signal.
+        """Closes the connections, which the other ranks notice. `is_stopped` tells the other ranks
+        that this rank has received a stop signal.
         """
         self.watch.close(is_stopped=is_stopped)
 
@@ -285,7 +285,7 @@ def _listen(address: str, port: int, backlog: int) -> socket.socket:
 
 
 def select_cuda_device(local_ranks: list[int], rank: int) -> None:
-    """Selects one GPU for this rank. Raises GroupBroken if there are more local ranks than GPUs."""
+    """Raises GroupBroken if there are more local ranks than GPUs."""
     available = torch.cuda.device_count()
     if 0 < available < len(local_ranks):
         raise GroupBroken(

@@ -56,7 +56,7 @@ def load_parts(
 def _cache_shape(
     setup: RankSetup, loaded: LoadedModel, groups: tuple[LayerGroup, ...]
 ) -> AttentionShape:
-    """The block size is the setting's, by default large enough for the states of recurrent layers."""
+    """The block size is the setting's, by default large enough for recurrent layers' states."""
     shape = AttentionShape(
         loaded.own_attention,
         setup.platform.default_block_size,

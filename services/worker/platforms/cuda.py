@@ -129,13 +129,13 @@ def runner_on(
     *,
     batch_invariant: bool = False,
 ) -> ModelRunner:
-    """Creates a runner. With speculation the runner samples on the host, because the host must know
-    the tokens to verify drafts.
+    """With speculation, the runner samples on the host, because the host must know the tokens to
+    verify drafts.
 
     xFormers computes attention if its kernel supports every layer. Otherwise torch computes it, and
     decode steps are not recorded, because torch's operations depend on values that change from step
-    to step. `split_k` is described in XformersPagedAttention. With `batch_invariant`, which
-    requires xFormers' attention, a request's tokens do not depend on other requests in its steps.
+    to step. With `batch_invariant`, which requires xFormers' attention, a request's tokens do not
+    depend on other requests in its steps.
     """
     shape, limits, model = parts.shape, parts.limits, parts.loaded.model
     pooler, lockstep, device_tokens = parts.pooler, parts.lockstep, None

@@ -107,7 +107,7 @@ class Platform(Protocol):
         """Returns the operations with which the model runs."""
 
     def open(self, directory: Path) -> Checkpoint:
-        """Opens a model directory's tensors. Raises ModelError if the model cannot be served."""
+        """Raises ModelError if the model cannot be served."""
 
     def load(
         self,
@@ -123,7 +123,7 @@ class Platform(Protocol):
         """Raises UnsuitableDevice for a model that this device cannot compute."""
 
     def free_memory(self, parts: RunnerParts) -> FreeMemory:
-        """Returns the memory available for the KV cache. `parts` has no KV-cache blocks yet."""
+        """`parts` has no KV-cache blocks yet."""
 
     def stored_block_bytes(self, parts: RunnerParts) -> int:
         """The bytes that the tier needs to store a KV-cache block with all its pages."""

@@ -80,7 +80,7 @@ class MeasuredProfile:
     def free_memory(
         self, size: ModelSize, limits: "BatchLimits", utilization: float | None
     ) -> FreeMemory:
-        """Returns the memory for the KV cache. `utilization` is a fraction, by default 1."""
+        """`utilization` is a fraction of the memory, by default 1."""
         share = utilization or 1.0
         return FreeMemory(self.kv_cache_memory_bytes, share, 0, of_what="in the profile")
 

@@ -1,7 +1,7 @@
 """Log-probabilities computed on the device, and copied to the host in one piece.
 
-Tokens are ordered as on the host: best first, and the lowest id first among equals. Ranks follow
-this order. The device adds in another order than the host, so the last bits may differ.
+Tokens are ordered as on the host: best first, and the lowest id first among equals. The device adds
+in another order than the host, so the last bits may differ.
 """
 
 from dataclasses import dataclass

@@ -211,7 +211,7 @@ class _Mark:
         return self._token_ids[self._num_matched]
 
     def completed_by(self, token_id: int) -> bool:
-        """Appends a token. Returns whether it completes the mark."""
+        """Appends a token, and returns whether it completes the mark."""
         self._recent.append(token_id)
         recent = tuple(self._recent)
         lengths = range(len(recent), 0, -1)

@@ -61,8 +61,8 @@ class Grammars:
         self._using_cache = Lock()
 
     def prepare(self, wanted: StructuredOutputs) -> None:
-        """Compiles a grammar if it is not cached. Raises InvalidArgument if the grammar cannot be
-        compiled, and FailedPrecondition if the model has no suitable tokenizer.
+        """Raises InvalidArgument if the grammar cannot be compiled, and FailedPrecondition if the
+        model has no suitable tokenizer.
         """
         self._template(wanted)
 

@@ -5,15 +5,12 @@ A token's time is an exponential random number divided by the token's weight, so
 with its probability. (This is the Gumbel-max trick: the negative logarithm of a time is logit /
 temperature plus a Gumbel number.) The random number is a function of (seed, position, token id),
 and does not depend on other tokens. Therefore a rounding error of a logit changes the draw only if
-the two smallest times differ by no more than the error. Two models with similar probabilities, such
-as a draft model and its target, mostly draw the same tokens.
+the two smallest times differ by no more than the error.
 
 Exponential numbers are generated in blocks of 32, for 32 tokens. The smallest of 32 exponentials is
-an exponential divided by 32, and each of the 32 is equally likely to be the smallest. The
-differences between the other 31 and the smallest are exponentials again, because exponentials are
-memoryless. Therefore one random word gives the smallest exponential of a block and the token that
-has it. Words for the other tokens are computed only if the drawn token may be in the block. (As in
-top-down sampling of Gumbels: Maddison, Tarlow, Minka, "A* Sampling", NIPS 2014.)
+an exponential divided by 32, and each of the 32 is equally likely to be the smallest. Therefore one
+random word gives the smallest exponential of a block and the token that has it. (As in top-down
+sampling of Gumbels: Maddison, Tarlow, Minka, "A* Sampling", NIPS 2014.)
 
 The 32 tokens of a block have ids 128 apart. A superblock is 128 interleaved blocks, with 32 * 128
 consecutive ids. A token's lane is its block's number in the superblock, and its offset is its
@@ -78,8 +75,7 @@ def exponentials(random: UInt64Array) -> Float64Array:
 class Race:
     """Draws tokens for up to `capacity` rows of logits at a time.
 
-    The logits of a row are written to `next_row`, and `enter` adds the row. `run` draws a token for
-    each row and removes all rows. A token's speed is the negative logarithm of its time.
+    A token's speed is the negative logarithm of its time.
 
       1. No token of a block is faster than the block's bound: the speed that its largest logit
          would have with its smallest exponential.

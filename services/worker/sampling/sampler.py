@@ -49,9 +49,9 @@ class SamplerOutput:
 class SamplingMetadata:
     """The sampling parameters of requests without logit edits. Column i is for row i of the logits.
 
-    R is the number of rows. `parameters` [NUM_ROW_VALUES, R] has the temperatures in its first row,
-    and one parameter of filters.py, such as top_k, in each further row. `states` [R, 2]: the random
-    states of the draws (see race.py).
+    `parameters` [NUM_ROW_VALUES, R] has the temperatures in its first row, and one parameter of
+    filters.py, such as top_k, in each further row. `states` [R, 2]: the random states of the draws
+    (see race.py).
     """
 
     parameters: Float64Array

@@ -122,10 +122,9 @@ def seen_by_some(ends: Int32Array, window: int, size: int) -> KeyRanges:
 def num_splits(num_lanes: int, num_kv_heads: int, num_keys: int, num_processors: int) -> int:
     """The number of parts into which a lane's keys are split, so that all processors have work.
 
-    The number is the smallest power of two that results in two programs for each processor, limited
-    by the number of keys. `num_keys` is the number of keys of a whole block table, not of a
-    sequence. A call's scratch memory is proportional to the number of parts. With the number that
-    xFormers would choose, it can be gigabytes.
+    `num_keys` is the number of keys of a whole block table, not of a sequence. A call's scratch
+    memory is proportional to the number of parts. With the number that xFormers would choose, it
+    can be gigabytes.
     """
     programs, splits = num_lanes * num_kv_heads, 1
     if programs >= ENOUGH_PROGRAMS:

@@ -356,6 +356,6 @@ def check_structures(
 
 
 def functions_by_dtype(library: ctypes.CDLL) -> dict[torch.dtype, Functions]:
-    """Returns each data type's functions. Raises TypeError as `check_structures` does."""
+    """Raises TypeError as `check_structures` does."""
     check_structures(library)
     return {dtype: Functions(library, suffix) for dtype, suffix in _SUFFIXES.items()}

@@ -3,7 +3,6 @@
 The libraries that torch uses choose a multiplication method by the number of rows (here queries).
 The sums of one or two rows are in another order than the sums of many. With multiples of four rows,
 the tested libraries return the same bits for a row (oneDNN 3 and MKL 2024 on AVX2 and AVX-512).
-`row_multiple` tests the libraries of this machine.
 """
 
 import functools

@@ -33,7 +33,7 @@ class PendingTokens:
     logprobs: PendingLogprobs | None
 
     def wait(self) -> SamplerOutput:
-        """Waits for the device. Callable from any thread, and repeatedly."""
+        """Callable from any thread, and repeatedly."""
         token_ids = self.token_ids.wait()
         is_usable = token_ids != UNUSABLE
         found = {} if self.logprobs is None else self.logprobs.wait()

@@ -25,10 +25,10 @@ _FIRST_REST, _LONGEST_REST = 8, 64
 class DraftLength:
     """The number of drafts of one request: 1 to `most`, or 0 during a pause.
 
-    Rejected drafts waste computation. If all drafts of a step are accepted, the number is doubled.
-    If all are rejected in _MOST_EMPTY steps in a row, it is halved, or, if it is 1 already, the
-    request gets no drafts for some steps. Each such pause is twice as long as the previous one,
-    because a text that has not repeated itself is likely to continue without repetition.
+    If all drafts of a step are accepted, the number is doubled. If all are rejected in _MOST_EMPTY
+    steps in a row, it is halved, or, if it is 1 already, the request gets no drafts for some steps.
+    Each such pause is twice as long as the previous one, because a text that has not repeated
+    itself is likely to continue without repetition.
     """
 
     def __init__(self, most: int) -> None:
@@ -43,7 +43,7 @@ class DraftLength:
         return self._length
 
     def verified(self, num_drafts: int, num_accepted: int) -> None:
-        """Records how many drafts of a step were accepted. `num_drafts` is at least 1."""
+        """`num_drafts` is at least 1."""
         if num_accepted:
             self._num_empty, self._next_rest = 0, _FIRST_REST
             if num_accepted == num_drafts:

@@ -1,4 +1,4 @@
-"""Divides the layers of a model into KV-cache groups. The layers of a group share a block table.
+"""Divides the layers of a model into KV-cache groups.
 
 Layers with the same attention window form a group, because the pool frees their blocks at the same
 time. All groups get blocks from one pool, so a block must occupy the same memory in each group.

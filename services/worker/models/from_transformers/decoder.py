@@ -1,7 +1,7 @@
 """A decoder that the library transformers runs, over Stepwell's KV cache.
 
-Layers, norms and head are transformers' own. Only attention and the states of recurrent layers (see
-`recurrent`) are replaced. vLLM's Transformers backend makes the same division.
+Only attention and the states of recurrent layers (see `recurrent`) are replaced. vLLM's
+Transformers backend makes the same division.
 
 Models of transformers call the attention function that their configuration names. Stepwell
 registers a function as ATTENTION_NAME. It forwards each call to the function that `_computing_with`

@@ -159,7 +159,7 @@ class RecurrentProbe:
 
 
 def wrap_recurrent_layers(model: nn.Module) -> tuple[RecurrentLayer, ...]:
-    """Wraps every recurrent layer of a model in a RecurrentLayer. Returns them in order."""
+    """Wraps every recurrent layer of a model in a RecurrentLayer."""
     found = [
         (parent, name, child)
         for parent in list(model.modules())

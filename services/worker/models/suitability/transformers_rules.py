@@ -1,8 +1,7 @@
 """Rules for architectures without native code, from config.json and transformers' source files.
 
-transformers is not imported, because it imports torch, which takes seconds. The class of an
-architecture is looked up in the package's tables of names. The source of the class's module is
-searched for the kind of attention that it uses.
+transformers is not imported, because it imports torch, which takes seconds. The source of the
+class's module is searched for the kind of attention that it uses.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""The KV cache of the simulated device. It has one key and one value of 8 bytes per token.
+"""The KV cache of the simulated device.
 
 Attention of layer 0 stores one number for each of a step's tokens as its key, and attention of
 layer 1 stores one as its value. For each token, both layers return a sum over the attention windows

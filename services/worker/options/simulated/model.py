@@ -12,8 +12,7 @@ Every pipeline stage computes the same hashes from its own KV cache. It sends it
 the next stage. The next stage alters each hash that differs from its own. Therefore the output does
 not depend on the number of stages, unless the cache of one stage is wrong.
 
-A draft model also computes the same hashes from its own cache. Some bits of a hash determine
-whether the draft is the target model's next token.
+A draft model also computes the same hashes from its own cache.
 """
 
 from collections.abc import Sequence
