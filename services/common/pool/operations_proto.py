@@ -28,14 +28,12 @@ _OPERATIONS: dict[str, tuple[type[Any], type[Message]]] = {
     "rank_contexts": (ops.RankContexts, kvpool_pb2.RankContexts),
     "drop_contexts": (ops.DropContexts, kvpool_pb2.DropContexts),
 }
-"""Maps each field of the message Operation to a dataclass and a message with equal fields."""
 _RESULTS: dict[str, tuple[type[Any], type[Message]]] = {
     "grow": (ops.GrowResult, kvpool_pb2.GrowResult),
     "lookup": (ops.LookupResult, kvpool_pb2.LookupResult),
     "admit": (ops.AdmitResult, kvpool_pb2.AdmitResult),
     "reset_prefix_cache": (ops.ResetPrefixCacheResult, kvpool_pb2.ResetPrefixCacheResult),
 }
-"""Maps each field of the message OperationResult to a dataclass and a message."""
 _KINDS = {
     own: (kind, message) for kind, (own, message) in (*_OPERATIONS.items(), *_RESULTS.items())
 }
@@ -55,7 +53,7 @@ def operation_to_proto(operation: ops.Operation) -> kvpool_pb2.Operation:
 
 
 def operations_from_proto(messages: Iterable[kvpool_pb2.Operation]) -> list[ops.Operation]:
-    """Converts a transaction's operations. Raises MalformedTransaction, which names the field."""
+    """Raises MalformedTransaction, which names the field."""
     return [
         _operation_from_proto(message, f"operations[{index}]")
         for index, message in enumerate(messages)
@@ -65,7 +63,6 @@ def operations_from_proto(messages: Iterable[kvpool_pb2.Operation]) -> list[ops.
 def outcome_to_proto(
     outcome: ops.Outcome, generation: int, sequence: int
 ) -> kvpool_pb2.TransactResponse:
-    """Converts the outcome of transaction `sequence` of a pool's generation."""
     message = kvpool_pb2.TransactResponse(
         generation=generation,
         sequence=sequence,
@@ -73,7 +70,7 @@ def outcome_to_proto(
         stop=None if outcome.stop is None else _stop_to_proto(outcome.stop),
         num_free_blocks=outcome.num_free_blocks,
     )
-    if outcome.block_ids_to_zero or outcome.copies:  # only with state-space layers
+    if outcome.block_ids_to_zero or outcome.copies:
         message.block_ids_to_zero.extend(outcome.block_ids_to_zero)
         message.copies.extend(
             kvpool_pb2.BlockCopy(group=copy.group, source=copy.source, target=copy.target)
@@ -91,10 +88,10 @@ def outcome_to_proto(
 
 
 def outcome_from_proto(message: kvpool_pb2.TransactResponse) -> ops.Outcome:
-    """Converts a response to an outcome. Raises ValueError for an unknown stop reason."""
+    """Raises ValueError for an unknown stop reason."""
     stop = _stop_from_proto(message.stop) if message.HasField("stop") else None
     results = tuple(map(_result_from_proto, message.results))
-    if not (message.block_ids_to_zero or message.copies):  # usual without state-space layers
+    if not (message.block_ids_to_zero or message.copies):
         outcome = ops.Outcome(message.num_free_blocks, results, stop)
         if message.contexts or message.num_retained_blocks:
             outcome.num_retained_blocks = message.num_retained_blocks
@@ -112,7 +109,7 @@ def outcome_from_proto(message: kvpool_pb2.TransactResponse) -> ops.Outcome:
 
 
 def block_hashes_from_proto(packed: bytes, field: str) -> list[BlockHash]:
-    """Splits concatenated hashes. Raises MalformedTransaction if the last one is incomplete."""
+    """Raises MalformedTransaction if the last one is incomplete."""
     if len(packed) % HASH_BYTES:
         raise ops.MalformedTransaction(
             f"{len(packed)} bytes are not a whole number of hashes of {HASH_BYTES} bytes",
@@ -150,7 +147,6 @@ def _operation_from_proto(message: kvpool_pb2.Operation, where: str) -> ops.Oper
 _OPTIONAL = "num_tokens", "num_stored_tokens", "num_retained_blocks"
 _CONVERTED = {"new_hashes", *_OPTIONAL}
 _EQUAL = [one.name for one in fields(ops.Admission) if one.name not in _CONVERTED]
-"""The fields of an admission that its message has with the same name, type and default."""
 
 
 def _admission_to_proto(admission: ops.Admission) -> kvpool_pb2.Admission:
