@@ -29,7 +29,7 @@ class StepwellError(Exception):
     http_status: ClassVar[int | None] = None
     """The HTTP status of this error. None selects the status of the error's kind."""
     may_retry: bool | None = None
-    """Whether a retry of the same request may succeed."""
+    """Whether a retry of the same request may succeed. If None, the gRPC status decides."""
 
     def __init__(
         self,
@@ -50,6 +50,7 @@ class StepwellError(Exception):
 
     @property
     def metric_reason(self) -> str:
+        """The value of the metric label `reason` that counts this error."""
         return self.error_reason.lower()
 
 
@@ -84,7 +85,7 @@ class ResourceExhausted(StepwellError):
 
 
 class QuotaExceeded(ResourceExhausted):
-    """The tenant exceeds one of its own limits."""
+    """The tenant exceeds one of its own limits. `quota` names the limit, such as "requests"."""
 
     reason = "RATE_LIMIT_EXCEEDED"
 
@@ -114,6 +115,8 @@ class FailedPrecondition(StepwellError):
 
 
 class Aborted(StepwellError):
+    """The request was accepted, and later taken over or cancelled."""
+
     reason = "ABORTED"
 
 
@@ -124,9 +127,13 @@ class Unavailable(StepwellError):
 
 
 class DeadlineExceeded(Unavailable):
+    """The caller's deadline passed before the response was complete."""
+
     reason = "DEADLINE_EXCEEDED"
     may_retry = False
 
 
 class InternalError(StepwellError):
+    """A defect in this service, not in the request."""
+
     reason = "INTERNAL"

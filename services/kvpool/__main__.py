@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 SERVICE = "kvpool"
 MAX_POOLS = 64
+"""Limit on the number of open pools."""
 _RPCS_PER_POOL = 16
 """Limit on concurrent calls for each pool. It suffices for the stream of the pool's scheduler, the
 WatchEvents streams of gateways, and some short calls.
@@ -52,7 +53,7 @@ def main() -> None:
 
 
 async def serve(settings: KVPoolSettings, stop: asyncio.Event) -> None:
-    """Serves until `stop` is set. Raises Unavailable if an address is in use."""
+    """Serves until `stop` is set, then drains. Raises Unavailable if an address is in use."""
     with service_tracing(SERVICE, settings) as tracing, tls_of(settings) as tls:
         service = PoolService(settings, tracing, tls)
         exposition = service.exposition
@@ -67,6 +68,8 @@ async def serve(settings: KVPoolSettings, stop: asyncio.Event) -> None:
 
 
 class PoolService:
+    """Builds and connects the parts of the pool service."""
+
     def __init__(
         self, settings: KVPoolSettings, tracing: Tracing, tls: "Tls | None" = None
     ) -> None:
@@ -92,10 +95,11 @@ class PoolService:
         if self._shared is not None:
             own.append(DirectoryCollector(self._shared))
         self.exposition = Exposition(SERVICE, own, [TlsCollector(tls), TracingCollector(tracing)])
+        """The metrics of the pools and of the directory in Redis."""
         serve_collect(self._server, collect_in_thread(self.exposition))
 
     async def start(self) -> str:
-        """Returns the address. Raises Unavailable or SettingError."""
+        """Starts serving and returns the address. Raises Unavailable or SettingError."""
         if self._shared is not None:
             await self._shared.require_usable()
         own = self._settings
@@ -116,7 +120,9 @@ class PoolService:
 
 
 def _shared(url: str) -> "RedisDirectory":
-    """Raises SettingError if the Python package `redis` is not installed."""
+    """Creates the writer to the directory in Redis. Raises SettingError if the Python package
+    `redis` is not installed.
+    """
     try:
         from services.common.redis.connection import RedisConnection  # noqa: PLC0415 - an extra
         from services.kvpool.adapters.redis_directory import RedisDirectory  # noqa: PLC0415

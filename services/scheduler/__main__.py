@@ -135,7 +135,7 @@ async def _serve(
 
 
 async def _unless_stopped(replica: ReplicaClient, stop: asyncio.Event) -> ReplicaShape:
-    """Raises Aborted if `stop` is set first."""
+    """Opens the pool and the workers. Raises Aborted if `stop` is set first."""
     opening = asyncio.create_task(replica.open())
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({opening, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -149,7 +149,7 @@ async def _unless_stopped(replica: ReplicaClient, stop: asyncio.Event) -> Replic
 
 
 class SchedulerService:
-    """Must be created after `replica.open()`."""
+    """The scheduler's gRPC server and engine. Must be created after `replica.open()`."""
 
     def __init__(
         self,
@@ -208,10 +208,11 @@ class SchedulerService:
         )
 
     def serve_collect(self, metrics: ReplicaMetrics) -> None:
+        """Serves the metrics of the scheduler, pool and workers to gateways."""
         serve_collect(self._server, metrics.collect)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Runs engine and server until `stop` is set, then drains."""
+        """Runs engine and server until `stop` is set, then drains. An engine error ends both."""
         own = self._settings
         address = await self._server.start(own.address, own.health_address, own.health_file)
         try:
@@ -233,7 +234,7 @@ class SchedulerService:
                 for task in running:
                     task.cancel()
         finally:
-            await self._drain_servers(0)
+            await self._drain_servers(0)  # needed if an error has ended the engine
 
     async def _set_ready(self, ready: bool) -> None:
         await self._server.set_ready(ready)
@@ -247,7 +248,8 @@ class SchedulerService:
     async def _drain(self) -> None:
         """Refuses new requests, waits up to `drain_seconds` for the present requests to end, and
         then waits for the step in flight. If the engine can run no more steps, closes the gateways'
-        sessions at once, so that the gateways send the requests to other replicas.
+        sessions at once, so that the gateways send the requests to other replicas. This happens,
+        for example, if the pool and the workers stop as well.
         """
         self.parts.readiness.drain()
         self.parts.submitter.drain()

@@ -38,8 +38,8 @@ class Ecosystem:
     """
 
     def __init__(self, settings: SchedulerSettings, tls: "Tls | None" = None) -> None:
-        """Raises InvalidArgument if a required package is not installed, or if a setting lacks
-        another setting that it requires.
+        """`tls` secures vllm.grpc.engine, too. Raises InvalidArgument if a required package is not
+        installed, or if a setting lacks another setting that it requires.
         """
         self._settings = settings
         self._tls = tls
@@ -95,6 +95,7 @@ class Ecosystem:
         shape: ReplicaShape,
         opened: scheduler_pb2.SessionOpened,
     ) -> None:
+        """Creates a separate server for vllm.grpc.engine, if the settings enable it."""
         settings = self._settings
         if settings.vllm_grpc_address is None:
             return
@@ -131,12 +132,13 @@ class Ecosystem:
         )
 
     async def start(self) -> None:
-        """Raises Unavailable if it cannot bind."""
+        """Starts the vllm.grpc.engine server, if enabled. Raises Unavailable if it cannot bind."""
         if self._server is not None and self._settings.vllm_grpc_address is not None:
             address = await self._server.start(self._settings.vllm_grpc_address)
             logger.info("serving %s on %s", VLLM_ENGINE, address)
 
     async def run(self) -> None:
+        """Replays KV events to subscribers that request them, until cancelled."""
         if self._publisher is not None:
             await self._publisher.serve_replay()
 
@@ -145,6 +147,7 @@ class Ecosystem:
             await self._server.set_ready(ready)
 
     async def drain(self, grace_seconds: float) -> None:
+        """Refuses new calls of vllm.grpc.engine, and ends running calls after `grace_seconds`."""
         if self._server is not None:
             await self._server.drain(grace_seconds)
 

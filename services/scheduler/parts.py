@@ -40,7 +40,7 @@ from services.scheduler.settings import SchedulerSettings
 
 
 class Parts:
-    """The pool and workers must be open."""
+    """The engine core of a scheduler, and its adapters. The pool and workers must be open."""
 
     def __init__(
         self,
@@ -125,6 +125,7 @@ class Parts:
             self.engine, self.statistics, counts, steps, pool_channel, settings.replica
         )
         self.opened = session_opened_to_proto(shape, config, incarnation)
+        """The first message to a gateway in each gRPC session."""
         self.opened.cache_node = cache_node
         self.opened.kvpool_address, self.opened.pool_id = settings.kvpool, settings.replica
 

@@ -29,10 +29,12 @@ logger = logging.getLogger(__name__)
 def select_platform(
     settings: WorkerSettings, checkpoint_reached: Callable[[], None], group: Group | None
 ) -> Platform:
-    """By default CUDA is selected if the machine and the settings meet all its requirements. If
-    torch finds a GPU that is not used, the reason is logged. Raises UnsuitableDevice if the setting
-    is CUDA and a requirement is not met, and if the setting is SIMULATED, because this function
-    knows no simulated device. Raises KernelsUnavailable if the CPU is selected without the compiled
+    """Selects the platform for the settings.
+
+    By default CUDA is selected if the machine and the settings meet all its requirements. If torch
+    finds a GPU that is not used, the reason is logged. Raises UnsuitableDevice if the setting is
+    CUDA and a requirement is not met, and if the setting is SIMULATED, because this function knows
+    no simulated device. Raises KernelsUnavailable if the CPU is selected without the compiled
     kernels that the settings require.
     """
     if settings.device is DeviceSetting.SIMULATED:
@@ -79,8 +81,8 @@ def _reasons_for_the_cpu(settings: WorkerSettings) -> list[str]:
 
 def local_worker(settings: WorkerSettings, group: Group | None) -> LocalWorker:
     """Returns this worker's number among the workers of this machine, from its replica's number on
-    the machine and its rank. Raises SettingError if the replica's number is not below the number of
-    replicas.
+    the machine and its rank. The ranks of a replica have successive numbers. Raises SettingError if
+    the replica's number is not below the number of replicas.
     """
     if settings.local_replica >= settings.num_local_replicas:
         raise SettingError(

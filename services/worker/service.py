@@ -157,7 +157,7 @@ class WorkerService:
         self._compute.close(_CLOSE_SECONDS if self._member.membership.size > 1 else None)
 
     async def _load(self, stop: asyncio.Event) -> Worker | None:
-        """Returns None if the worker must stop instead."""
+        """Loads the worker in the compute thread. Returns None if the worker must stop instead."""
         cancelled = threading.Event()
 
         def checkpoint_reached() -> None:

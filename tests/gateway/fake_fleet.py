@@ -92,7 +92,7 @@ class FakeLink:
 
 
 class FakeFleet:
-    """At first none of the replicas "a", "b" and so on is connected."""
+    """A fleet of replicas named "a", "b" and so on. At first none is connected."""
 
     def __init__(
         self,
@@ -108,6 +108,7 @@ class FakeFleet:
         parts = RoutingParts(random.Random(0), self.clock, self, max_load_delta)
         self.links: dict[str, FakeLink] = {}
         self.opened: list[str] = []
+        """The addresses of the links that are open."""
         self.fleet = Fleet(
             self,
             self.clock,
@@ -123,6 +124,8 @@ class FakeFleet:
     @property
     def replicas(self) -> dict[str, Replica]:
         return {replica.address: replica for replica in self.fleet.membership.replicas}
+
+    # Methods of the ports Links and PrefixDirectory.
 
     def make(self, address: str) -> FakeLink:
         link = self.links[address] = FakeLink()

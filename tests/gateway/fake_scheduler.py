@@ -1,7 +1,8 @@
 """A gRPC scheduler service that computes tokens by a formula.
 
-So, as with the real scheduler, a request that is sent again with its output so far continues with
-the same tokens. If `answer` is set, every request gets the tokens of `answer` instead.
+The token at a position is a pure function of prompt, seed and position. So, as with the real
+scheduler, a request that is sent again with its output so far continues with the same tokens. If
+`answer` is set, every request gets the tokens of `answer` instead.
 """
 
 import asyncio
@@ -51,6 +52,8 @@ def same_logprob(_token_id: int) -> float:
 class FakeScheduler(
     scheduler_pb2_grpc.SchedulerServicer, scheduler_pb2_grpc.SchedulerAdminServicer
 ):
+    """Serves the sessions (streams) of gateways. Tests may change the attributes at any time."""
+
     model_name: str = "tiny"
     max_model_len: int = 512
     max_request_tokens: int = 480
@@ -83,6 +86,7 @@ class FakeScheduler(
     queue: scheduler_pb2.QueueState | None = None
     # The text of the metrics, in which "{labels}" is replaced. If None, metrics are not served.
     metrics: str | None = None
+    # The steps that GetActivity reports.
     steps: list[scheduler_pb2.StepActivity] = field(default_factory=list)
     blocks: common_pb2.BlockMap | None = None
     programs: list[scheduler_pb2.PausedProgram] = field(default_factory=list)
@@ -90,6 +94,7 @@ class FakeScheduler(
     looks: list[scheduler_pb2.GetActivityRequest] = field(default_factory=list)
     asked_for_spans: list[scheduler_pb2.GetRunningSpansRequest] = field(default_factory=list)
     adds: list[scheduler_pb2.AddRequest] = field(default_factory=list)
+    # The number of requests in each message that adds several requests.
     added_together: list[int] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
     # Requests that were aborted because a stop string ended their text.
@@ -111,7 +116,7 @@ class FakeScheduler(
         """The error that refuses every session. If None, sessions are accepted."""
 
     async def start(self, address: str = "") -> str:
-        """Returns the address."""
+        """Serves at `address`, the previous address or a free port. Returns the address."""
         self._is_hung = False
         self._server = GrpcServer()
         register: Any = scheduler_pb2_grpc.add_SchedulerServicer_to_server
@@ -130,6 +135,7 @@ class FakeScheduler(
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[str]:
+        """Serves until the `with` block ends. Yields the address."""
         try:
             yield await self.start()
         finally:
@@ -152,7 +158,7 @@ class FakeScheduler(
     def set_state(
         self, *, ready: bool, reason: str = "", draining: bool = False, stalled: bool = False
     ) -> None:
-        """The fake itself runs all allowed steps."""
+        """Reports to gateways whether steps can run. The fake itself runs all allowed steps."""
         self._state = scheduler_pb2.ReplicaState(
             ready=ready, reason=reason, draining=draining, stalled=stalled
         )

@@ -62,6 +62,7 @@ class RedisKeyring:
 
 
 def make_key(tenant: TenantRecord, **fields: Any) -> tuple[str, KeyRecord]:
+    """A new key and its record. `fields` are fields of the record."""
     key, key_id, sha256 = new_key()
     record = KeyRecord(key_id, sha256, tenant.tenant_id, int(time.time()))
     return key, replace(record, **fields)

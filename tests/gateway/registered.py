@@ -44,6 +44,7 @@ class Registered:
 async def registered(
     redis_url: str, scheduler: FakeScheduler | None = None, *, model_name: str = "tiny"
 ) -> AsyncIterator[Registered]:
+    """A fake scheduler that serves and is registered until the `with` block ends."""
     scheduler = scheduler or FakeScheduler()
     await scheduler.start()
     running = Registered(scheduler, redis_url, model_name)

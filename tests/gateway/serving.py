@@ -99,9 +99,9 @@ async def serving(
     http_verify: ssl.SSLContext | bool = False,
     **settings: Any,
 ) -> AsyncIterator[Serving]:
-    """The block begins when `num_ready` schedulers are ready, by default all. With `tls`, the HTTP
-    client trusts the authorities of `http_verify`. The channel to the gateway's gRPC API uses no
-    TLS.
+    """Runs the fake schedulers, a gateway and its clients until the `with` block ends. The block
+    begins when `num_ready` schedulers are ready, by default all. With `tls`, the HTTP client trusts
+    the authorities of `http_verify`. The channel to the gateway's gRPC API uses no TLS.
     """
     fakes = list(schedulers) or [FakeScheduler()]
     addresses = tuple([await fake.start() for fake in fakes])

@@ -1,7 +1,9 @@
-"""Measures a routing policy in simulated time, with replicas that compute nothing.
+"""Measures a routing policy without noise, in simulated time and with replicas that compute
+nothing.
 
-The fleet and the policy are the gateway's own. A closed loop sends the conversations of
-`benchmarks.routing`.
+The fleet and the policy are the gateway's own. A simulated replica has a prefix cache with LRU
+eviction. Its steps take a time for each prompt token and for each decoding request. A closed loop
+sends the conversations of `benchmarks.routing`.
 """
 
 import heapq
@@ -272,6 +274,8 @@ class SimulatedFleet:
         )
         self.fleet.set_addresses("test", (f"replica-{number}" for number in range(num_replicas)))
 
+    # Methods of the ports Links and PrefixDirectory.
+
     def make(self, address: str) -> SimulatedReplica:
         slowness = self._measured_slowness[len(self.links)]
         link = self.links[address] = SimulatedReplica(self.clock, self._num_blocks, slowness)
@@ -296,6 +300,7 @@ class SimulatedFleet:
         return found
 
     def run(self, workload: Workload, at_once: int) -> SimulatedFigures:
+        """Sends a workload, with `at_once` open requests. Returns the figures after its warm-up."""
         loop = _ClosedLoop(self, workload, at_once)
         self.clock.run(lambda: loop.num_done >= workload.num_warm_up + workload.num_requests)
         return loop.figures

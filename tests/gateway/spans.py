@@ -44,7 +44,7 @@ class Tracer:
         return self.exporter.get_finished_spans()
 
     async def trace(self, number: int = 0) -> Trace:
-        """`number` counts requests in the order of their ends."""
+        """The trace of a finished request. `number` counts requests in the order of their ends."""
         await until(lambda: len(self._roots()) > number)
         root = self._roots()[number]
         assert root.context is not None

@@ -1,7 +1,7 @@
 """A gateway process that measures pauses of its own event loop. After each line on standard input,
 it prints the longest pauses since the previous line as JSON.
 
-python -m tests.gateway.watched_gateway FLAGS-OF-THE-GATEWAY
+    python -m tests.gateway.watched_gateway FLAGS-OF-THE-GATEWAY
 """
 
 import asyncio

@@ -21,7 +21,7 @@ class CuttableProxy:
         """Set when bytes of the target were dropped."""
 
     async def start(self) -> str:
-        """Returns the proxy's address."""
+        """Starts to listen. Returns the proxy's address."""
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
         return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class DyingWorker:
-    """Runs the worker process, and restarts it after each death until it is stopped."""
+    """Starts the process, and restarts it after each death until it is stopped."""
 
     def __init__(self, poison: int) -> None:
         self.num_deaths = 0

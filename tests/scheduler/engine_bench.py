@@ -43,6 +43,7 @@ class Bench:
         linger_seconds: float = LINGER_SECONDS,
         **config: Any,
     ) -> None:
+        """A step takes `step_seconds` of the event loop, or one iteration if that is 0."""
         limits: dict[str, Any] = {
             "max_num_seqs": 4,
             "max_num_batched_tokens": 32,
@@ -94,7 +95,9 @@ class Bench:
         await self.inbox.until(lambda: set(names) <= set(self.inbox.ended))
 
     async def until_idle(self) -> None:
-        """Checks that no blocks and no rows of the batch are used."""
+        """Waits until the engine is idle. Checks that no blocks and no rows of the batch are
+        used.
+        """
         await eventually(lambda: self.engine.state is EngineState.IDLE)
         assert self.pool.num_free_blocks == self._num_usable_blocks
         assert self.executor.num_requests == 0

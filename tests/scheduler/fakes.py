@@ -40,7 +40,7 @@ class FragilePool(InProcessPool):
 
 
 class FakeExecutor:
-    """The engine's port to workers, over a PagedModel. Tests can block its answers."""
+    """An `Executor` (the engine's port to workers) over a PagedModel. Answers can be blocked."""
 
     def __init__(self, block_size: int, num_slots: int) -> None:
         self._shape = block_size, num_slots
@@ -50,8 +50,11 @@ class FakeExecutor:
         self._is_held = False
         self.num_steps = 0
         self.breaks: frozenset[int] = frozenset()
+        """Batch indexes of the requests for which the next steps report NaN logits."""
         self.poison: frozenset[int] = frozenset()
+        """Tokens that make the workers fail in any step that computes them."""
         self.broken_by: list[set[str]] = []
+        """For each step that made the workers fail, the names of its requests."""
 
     @property
     def num_requests(self) -> int:

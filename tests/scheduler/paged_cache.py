@@ -1,7 +1,9 @@
 """The simulated KV cache of the paged model (tests/scheduler/paged_model.py).
 
 For each position of a block, the cache stores the last written value and the KV-cache group that
-wrote it, so that a block with two owners is detected.
+wrote it, so that a block with two owners is detected. A group reads the positions that its kind of
+attention sees: all, a window, or a chunk. A group of recurrent states reads the state after the
+previous step.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,6 +12,7 @@ from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup
 from services.common.pool.operations import BlockCopy
 
 Tables = Sequence[Sequence[int]]
+"""The block tables of a request, one for each KV-cache group."""
 
 Contents = dict[int | str, tuple[int, int]]
 """A block's contents: a map from positions (or "state") to pairs of group and digest."""
@@ -25,7 +28,10 @@ class PagedCache:
     def __init__(
         self, block_size: int, groups: Sequence[KVCacheGroup] = (), *, follows_states: bool = True
     ) -> None:
-        """Without `follows_states`, recurrent states are neither stored nor checked."""
+        """Without `follows_states`, recurrent states are neither stored nor checked. Tests with
+        drafts need this, because workers then store the state after each draft in a block of its
+        own, which this cache does not simulate.
+        """
         self._follows_states = follows_states
         self._groups = groups or [KVCacheGroup(AttentionType.FULL, block_size)]
         self._blocks: dict[int, Contents] = {}

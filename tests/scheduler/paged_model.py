@@ -1,9 +1,11 @@
 """A simulation of the workers: a deterministic model over a paged KV cache that stores contents.
 
-Before sampling, the model reads through the block tables every position that its layers see, and
-fails if a position has not the value of this sequence. So a block that was wrongly shared,
-published too early, freed too early or not recomputed is detected at the first token that depends
-on it.
+The value that the cache stores for a position is a digest of the sequence up to it. Before
+sampling, the model reads through the block tables every position that its layers see, and fails if
+a position has not the value of this sequence. So a block that was wrongly shared, published too
+early, freed too early or not recomputed is detected at the first token that depends on it. With
+speculation the model proposes drafts. Values of rejected drafts remain stored until they are
+overwritten.
 """
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
@@ -41,8 +43,8 @@ def is_right(num_tokens: int, index: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class NewRow:
-    """`root` is its salt and adapter. Its block hashes depend on `root`, its tokens, and its
-    multimodal items.
+    """A request that enters the persistent batch. `root` is its salt and adapter. Its block hashes
+    depend on `root`, its tokens, and its multimodal items.
     """
 
     row_index: int
@@ -66,8 +68,9 @@ class Work:
 
 
 class StoredTokens:
-    """The value is a digest of the root (salt and adapter), of all tokens up to the position, and
-    of their multimodal items.
+    """A sequence: its tokens, and the value that the cache stores for each position. The value is a
+    digest of the root (salt and adapter), of all tokens up to the position, and of their multimodal
+    items.
     """
 
     def __init__(
@@ -119,7 +122,7 @@ class _Row(StoredTokens):
         return longer[len(self.token_ids) :]
 
     def proposals(self, num_tokens: int) -> list[int]:
-        """From the first one that the grammar refuses on, they are -1."""
+        """Drafts for the row. From the first one that the grammar refuses on, they are -1."""
         drafts = [
             token_id if is_right(len(self.token_ids), index) else token_id + 1
             for index, token_id in enumerate(self.continuation(num_tokens))
@@ -143,6 +146,8 @@ class _Row(StoredTokens):
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
+    """The positions `start` to `end` of one row, which a step computes. The last may be drafts."""
+
     row: _Row
     start: int
     end: int
@@ -233,8 +238,8 @@ class PagedModel:
     def run_work(
         self, step: "StepWork", names: Collection[str] = (), invalid: Collection[int] = ()
     ) -> ModelRunnerOutput:
-        """Requests in `names`, and requests with blocks in `invalid`, store values that belong to
-        no sequence.
+        """Runs a step. Requests in `names`, and requests with blocks in `invalid`, store values
+        that belong to no sequence.
         """
         self.cache.garble(invalid)
         self._void, self.void_names = (names, frozenset(invalid)), set()
@@ -279,8 +284,8 @@ class PagedModel:
         zeroed: Iterable[int] = (),
         copies: Iterable[BlockCopy] = (),
     ) -> list[list[int]]:
-        """Returns for each request its accepted drafts and one more token, or none if the step ends
-        inside its prompt.
+        """Runs a step. Returns the sampled tokens of each request: its accepted drafts and one more
+        token, or none if the step ends inside its prompt.
         """
         for row_index in removed:
             assert self._rows.pop(row_index, None) is not None, f"row {row_index} was empty"
@@ -305,8 +310,8 @@ class PagedModel:
         return [self._sample(running) for running in passes]
 
     def _begin(self, work: Work, has_just_entered: bool) -> _Pass:
-        """Drafts of -1 stand for the drafts that the model proposed, or are padding if the row has
-        just entered.
+        """Starts the work of a row. Drafts of -1 stand for the drafts that the model proposed, or
+        are padding if the row has just entered.
         """
         row, drafts = self._rows[work.row_index], work.drafts
         if -1 in drafts and not has_just_entered:

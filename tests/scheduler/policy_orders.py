@@ -15,9 +15,9 @@ ADMISSION_ORDERS: dict[str, Callable[[Request], Any]] = {
     ),
     "priority": lambda request: (request.priority, request.arrival_time),
 }
-"""The sort key of each policy's queue. With FCFS, preempted requests precede all others."""
+"""For each policy, the sort key of the queue. With FCFS, preempted requests precede all others."""
 VICTIM_ORDERS: dict[str, Callable[[Request], Any]] = {
     "fcfs": lambda request: request.admission_number,
     "priority": lambda request: (request.priority, request.arrival_time),
 }
-"""The running request that is last in this order is preempted first."""
+"""For each policy, the sort key of running requests. The last in this order is preempted first."""

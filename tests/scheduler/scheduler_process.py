@@ -28,6 +28,7 @@ class SchedulerProcess:
 
     @classmethod
     async def start(cls, *flags: str, **environ: str) -> "SchedulerProcess":
+        """Starts the process. Its standard error is collected in `errors`."""
         clean = {name: value for name, value in os.environ.items() if "STEPWELL" not in name}
         path = os.pathsep.join([str(ROOT), str(ROOT / "gen")])
         process = await asyncio.create_subprocess_exec(
@@ -40,6 +41,7 @@ class SchedulerProcess:
         return cls(process)
 
     async def wait(self) -> int:
+        """Waits until the process ends by itself. Returns its exit status."""
         async with asyncio.timeout(SECONDS):
             _, errors = await self.process.communicate()
         self.errors += errors.decode().splitlines()

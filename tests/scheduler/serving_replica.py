@@ -77,7 +77,7 @@ class Gateway:
     async def open(
         self, gateway_id: str = "gateway", release: common_pb2.Release | None = None
     ) -> scheduler_pb2.SessionOpened:
-        """Returns the scheduler's answer, which describes the replica."""
+        """Opens the session. Returns the scheduler's answer, which describes the replica."""
         hello = scheduler_pb2.OpenSession(gateway_id=gateway_id, release=release or own_release())
         await self.say(open=hello)
         await self.until(lambda: self.opened is not None)
@@ -97,6 +97,7 @@ class Gateway:
     async def add_chunk(
         self, handle: int, num_tokens: int, chunk: Sequence[int], **fields: Any
     ) -> None:
+        """Sends further input to a client's session (request with turns) of `num_tokens` tokens."""
         defaults = {
             "request_id": f"request-{handle}",
             "token_ids": pack_token_ids(chunk),
@@ -106,7 +107,7 @@ class Gateway:
         await self.say(chunk=scheduler_pb2.AddChunk(handle=handle, **defaults | fields))
 
     async def until_turn(self, handle: int, count: int = 1) -> list[int]:
-        """Returns all output tokens of the client's session after `count` of its turns."""
+        """Waits until `count` turns of a client's session have ended. Returns all output tokens."""
         heard = self.heard[handle]
         await self.until(lambda: len(heard.turns) >= count)
         assert heard.finished is None
@@ -190,13 +191,14 @@ class Gateway:
 class Worker(Protocol):
     """A worker of one rank that the test's process serves."""
 
-    async def start(self) -> str: ...
+    async def start(self) -> str:
+        """Starts to serve. Returns the address."""
 
     async def stop(self) -> None: ...
 
 
 class Pool:
-    """The pool service."""
+    """The pool service. Tests can stop it, and restart it at the same address."""
 
     def __init__(self, exporter: Any = None) -> None:
         self._exporter = exporter
@@ -263,10 +265,9 @@ class Replica:
 
     @asynccontextmanager
     async def planning_together(self, num_requests: int) -> AsyncIterator[None]:
-        """Pauses the scheduler until the `num_requests` requests that the block sends are queued.
-
-        Then one step can admit them together. The test must unblock the worker (`worker.going`)
-        afterwards.
+        """Pauses the scheduler until the `num_requests` requests that the `async with` block sends
+        are queued, so that one step can admit them together. Before, no request may run. The test
+        must unblock the worker (`worker.going`) afterwards.
         """
         self.worker.going.clear()
         await self.admin.Pause(
@@ -290,7 +291,7 @@ class Replica:
 async def serving_replica(
     *workers: Worker, pool: Pool | None = None, cuttable: bool = False, **settings: Any
 ) -> AsyncIterator[Replica]:
-    """With `cuttable`, a test can cut the link of scheduler and pool."""
+    """Starts a replica. With `cuttable`, a test can cut the link of scheduler and pool."""
     ranks = list(workers) or [FakeWorker()]
     pool = pool or Pool()
     async with AsyncExitStack() as stack:
@@ -345,6 +346,7 @@ async def gateway_of(replica: Replica) -> AsyncIterator[Gateway]:
 async def until_serving(
     channel: grpc.aio.Channel, serving: asyncio.Task[None] | None = None
 ) -> None:
+    """Waits until the health check reports SERVING. Raises the error of a failed `serving`."""
     health = health_pb2_grpc.HealthStub(channel)
     async with asyncio.timeout(SECONDS):
         while True:

@@ -25,6 +25,7 @@ class Seen:
     start_unix_nanos: int
     end_unix_nanos: int
     links: tuple[int, ...] = ()
+    """The ids of linked spans."""
     attributes: dict[str, Any] = field(default_factory=dict)
     events: tuple[str, ...] = ()
 

@@ -26,15 +26,21 @@ def prompt(num_tokens: int, first: int = 100) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
+    """The results of a step. Requests are identified by name."""
+
     granted: dict[str, int]
     """Number of scheduled tokens of each request, in scheduling order."""
     start: dict[str, int]
     """Number of computed tokens of each request before the step."""
     blocks: dict[str, list[int]]
+    """Blocks of the first KV-cache group: the whole block table of an admitted request, and the new
+    blocks of any other request.
+    """
     new: list[str]
     resumed: list[str]
     preempted: list[str]
     zeroed: list[int]
+    """Blocks that are zeroed before the step."""
     round_trips: int
     tokens: dict[str, list[int]]
     """The sampled tokens of each request that sampled tokens or ended."""
@@ -99,9 +105,8 @@ class Story:
     async def step(
         self, meanwhile: Callable[[SchedulerOutput], None] = lambda _: None
     ) -> StepRecord:
-        """Calls `meanwhile` with the plan, before the output is processed.
-
-        With asynchronous scheduling, processes the output of the step before.
+        """Plans a step and calls `meanwhile` with the plan. Then processes the output of the step
+        or, with asynchronous scheduling, of the step before. Checks the pool's invariants.
         """
         before = self.pool.num_transactions
         plan = await self.scheduler.schedule()
@@ -132,7 +137,7 @@ class Story:
         )
 
     def take_in(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> dict[str, list[int]]:
-        """Returns the tokens of requests that sampled or ended."""
+        """Processes the output of a plan. Returns the tokens of requests that sampled or ended."""
         updates = self.scheduler.update_from_output(plan, output)
         return {update.request.request_id: list(update.token_ids) for update in updates}
 

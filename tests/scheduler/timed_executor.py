@@ -22,7 +22,9 @@ class TimedStep:
 
 
 class TimedExecutor(FakeExecutor):
-    """A step that arrives while another runs begins when the other ends."""
+    """An `Executor` (the engine's port to the workers) whose steps take `step_seconds`. A step that
+    arrives while another runs begins when the other ends.
+    """
 
     def __init__(self, block_size: int, num_slots: int, step_seconds: float) -> None:
         super().__init__(block_size, num_slots)

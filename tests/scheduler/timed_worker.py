@@ -27,7 +27,7 @@ class Ran:
 
 
 class TimedWorker(FakeWorker):
-    """A step that arrives while another runs begins when the other ends."""
+    """One rank. A step that arrives while another runs begins when the other ends."""
 
     def __init__(self, step_seconds: float) -> None:
         super().__init__()

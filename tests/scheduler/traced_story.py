@@ -28,7 +28,8 @@ class Bar:
 
 
 class TracedStory(Story):
-    """Planning takes no time. A step takes one second by default, and the workers compute for nine
+    """A Story (a scheduler and pool whose steps are recorded) whose steps a `StepTracer` observes.
+    Planning takes no time. A step takes one second by default, and the workers compute for nine
     tenths of it.
     """
 
@@ -53,7 +54,7 @@ class TracedStory(Story):
     def arrive(
         self, name: str, token_ids: list[int], *, sampled: bool = True, **fields: Any
     ) -> Request:
-        """Its trace id is `trace_id_of(name)`."""
+        """Adds a request. Its trace id is `trace_id_of(name)`."""
         traceparent = f"00-{trace_id_of(name):032x}-{1:016x}-01" if sampled else ""
         request = self.add(name, token_ids, traceparent=traceparent, **fields)
         request.queued_unix_nanos = self.now
@@ -87,6 +88,7 @@ class TracedStory(Story):
             await self.watched_step()
 
     def spans(self, request: str | None = None) -> list[Seen]:
+        """The spans recorded so far, of one request or of all requests."""
         found = seen(self.exporter.get_finished_spans())
         wanted = None if request is None else trace_id_of(request)
         return [span for span in found if wanted is None or span.trace_id == wanted]

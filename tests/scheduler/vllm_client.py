@@ -22,6 +22,7 @@ def generate_request(
     sampling: dict[str, Any] | None = None,
     **fields: Any,
 ) -> vllm_engine_pb2.GenerateRequest:
+    """A request for tokens. By default they are sampled greedily."""
     params: dict[str, Any] = {"temperature": 0.0, "max_tokens": max_tokens, **(sampling or {})}
     return vllm_engine_pb2.GenerateRequest(
         request_id=request_id,
@@ -49,6 +50,7 @@ async def vllm_replica(
 async def complete(
     stub: vllm_engine_pb2_grpc.VllmEngineStub, request: vllm_engine_pb2.GenerateRequest
 ) -> list[vllm_engine_pb2.GenerateComplete]:
+    """Calls Generate without streaming. Returns the completions, ordered by their index."""
     responses = [response async for response in stub.Generate(request)]
     assert all(response.WhichOneof("response") == "complete" for response in responses)
     return sorted((response.complete for response in responses), key=lambda one: one.index)

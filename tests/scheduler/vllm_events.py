@@ -55,13 +55,16 @@ class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
     data_parallel_rank: int | None = None
 
 
-class OldBlockStored(BlockStored, array_like=True, tag="BlockStored"): ...
+class OldBlockStored(BlockStored, array_like=True, tag="BlockStored"):
+    """BlockStored of vLLM 0.23."""
 
 
-class OldBlockRemoved(BlockRemoved, array_like=True, tag="BlockRemoved"): ...
+class OldBlockRemoved(BlockRemoved, array_like=True, tag="BlockRemoved"):
+    """BlockRemoved of vLLM 0.23."""
 
 
-class OldAllBlocksCleared(AllBlocksCleared, array_like=True, tag="AllBlocksCleared"): ...
+class OldAllBlocksCleared(AllBlocksCleared, array_like=True, tag="AllBlocksCleared"):
+    """AllBlocksCleared of vLLM 0.23."""
 
 
 class OldKVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -73,18 +76,23 @@ class OldKVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
 @dataclass(slots=True)
 class CacheView:
     """The cached blocks, as a router tracks them from events. It recomputes the hashes from tokens,
-    so that a wrong token, parent or salt is detected.
+    so that a wrong token, parent or salt is detected. The event of a block's parent may arrive
+    after the block's own, because the parent belongs to another KV-cache group.
     """
 
     root: bytes
     hash_block_size: int | None = None
-    """The number of tokens that a hash covers, by default the block size."""
+    """The number of tokens that a hash covers, by default the block size. If blocks have several
+    hashes, an event contains only the last hash of each block.
+    """
     stored: dict[int, set[int]] = field(default_factory=dict)
     """Maps each KV-cache group to the hashes of its cached blocks."""
     adapter_digests: Mapping[str, bytes] = field(default_factory=dict)
     """Maps adapters' names to the digests of their contents, on which block hashes depend."""
     digests: dict[int, BlockHash] = field(default_factory=dict)
+    """Maps each known 64-bit hash to its full digest, including hashes that end inside blocks."""
     orphans: list[BlockStored] = field(default_factory=list)
+    """Events of blocks whose parent is still unknown."""
 
     def apply(self, events: Iterable[BlockStored | BlockRemoved | AllBlocksCleared]) -> None:
         for event in events:
@@ -145,6 +153,7 @@ class Subscriber:
             self._replay.connect(replay_endpoint)
 
     async def receive(self) -> tuple[bytes, int, bytes]:
+        """Waits for the next live batch. Returns its topic, sequence number and payload."""
         async with asyncio.timeout(SECONDS):
             topic, sequence, payload = await self._live.recv_multipart()
         return topic, int.from_bytes(sequence, "big"), payload

@@ -23,15 +23,20 @@ T = TypeVar("T")
 class Choices:
     """Choices decoded from bytes, one byte each. After the last byte, every choice is its first
     option.
+
+    Hypothesis draws a whole world as a few byte strings, which is much faster than one draw for
+    each choice. It shrinks bytes towards zeros, which decode to the simplest world.
     """
 
     def __init__(self, data: bytes) -> None:
         self._data = iter(data)
 
     def below(self, count: int) -> int:
+        """A number from 0 to `count - 1`. `count` is at most 256."""
         return next(self._data, 0) % count
 
     def among(self, *options: T) -> T:
+        """One of the options. A zero byte selects the first one."""
         return options[self.below(len(options))]
 
     def one_in(self, count: int) -> bool:
@@ -40,6 +45,10 @@ class Choices:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
+    """A request that arrives before a step. It may be aborted at step `abort_at`: before the step
+    is planned or, with `abort_mid_step`, between the step's plan and its output.
+    """
+
     step: int
     token_ids: list[int]
     num_output: int
@@ -59,20 +68,24 @@ class Arrival:
 
 class Incident(enum.Enum):
     PREEMPT = enum.auto()
+    """All running requests are preempted."""
     RESET = enum.auto()
+    """All running requests are preempted, and the prefix cache is reset."""
     REFUSED_RESET = enum.auto()
     """A reset of the prefix cache, which is refused if requests run."""
     PAUSE = enum.auto()
+    """Nothing is planned for some steps."""
     PAUSE_AND_ABORT = enum.auto()
     """All requests are aborted, and nothing is planned for some steps."""
     LOSS = enum.auto()
+    """The pool and the workers are lost between two steps."""
     LOSS_MID_STEP = enum.auto()
     """The pool is lost after some transactions, possibly within a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """`count`: steps of a pause, or transactions before a loss."""
+    """An incident before a step. `count`: steps of a pause, or transactions before a loss."""
 
     step: int
     incident: Incident
@@ -92,6 +105,7 @@ class World:
 
 
 def worlds(**config: Any) -> st.SearchStrategy[World]:
+    """Random worlds. `config` sets values of their configurations."""
     return st.tuples(
         st.binary(min_size=40, max_size=40),
         st.lists(st.binary(min_size=16, max_size=16), min_size=1, max_size=MAX_ARRIVALS),
@@ -108,9 +122,9 @@ def _world(fixed: dict[str, Any], config: bytes, arrivals: Sequence[bytes], even
 
 
 def _config(choices: Choices) -> dict[str, Any]:
-    """The pool fits the longest sequence, and not much more than two such sequences. The budget of
-    a step fits a token with its drafts, without chunked prefill a whole sequence, and with
-    state-space layers a block.
+    """A configuration. The pool fits the longest sequence, and not much more than two such
+    sequences. The budget of a step fits a token with its drafts, without chunked prefill a whole
+    sequence, and with state-space layers a block.
     """
     num_drafts = choices.among(0, 0, 0, 1, 2, 3)
     max_model_len = MAX_PROMPT + 4 + choices.below(MAX_OUTPUT - 4)
@@ -170,7 +184,9 @@ def _groups(choices: Choices, block_size: int) -> tuple[KVCacheGroup, ...]:
 
 
 def _arrival(choices: Choices) -> Arrival:
-    """Prompts have few different beginnings, so that many share prefixes."""
+    """A request. Prompts have few different beginnings, so that many share prefixes. Some contain a
+    shorter prompt and its answer, like a second turn of a conversation.
+    """
     stem, own = choices.among(100, 500), 3 + choices.below(2)
     prompt = [*range(stem, stem + choices.among(0, 4, 9, 14)), *[own] * (1 + choices.below(2))]
     prompt += continuation(prompt, choices.among(0, 0, 0, choices.below(9)))

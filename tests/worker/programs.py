@@ -45,7 +45,7 @@ def compiled_program(
         source, compiled = scratch / "program.cpp", scratch / "program.so"
         source.write_text(program)
         subprocess.run([*command, str(source), "-o", str(compiled)], check=True)
-        with suppress(OSError):
+        with suppress(OSError):  # a library that cannot be cached is compiled again
             cached.put(compiled)
         library = ctypes.CDLL(str(compiled))
     return library

@@ -31,7 +31,7 @@ def native_kernels() -> Kernels:
 
 
 class RankThread:
-    """`broken`: why its group broke, if it did. With torch's kernels it uses gloo."""
+    """A rank. `broken`: why its group broke, if it did. With torch's kernels it uses gloo."""
 
     def __init__(
         self, rank: int, size: int, port: int, timeouts: Timeouts, kernels: Kernels
@@ -52,7 +52,9 @@ def on_ranks(
     timeouts: Timeouts = TIMEOUTS,
     kernels: Kernels | None = None,
 ) -> list[T]:
-    """Closes every group at the end. By default the ranks use the native kernels."""
+    """Runs `work` on each rank, and returns the results in rank order. Closes every group at the
+    end. By default the ranks use the native kernels.
+    """
     port, done = free_port(), threading.Barrier(size)
 
     def run(rank: int) -> T:

@@ -79,9 +79,10 @@ def build_runner(
     draft_model: Path | None = None,
     source: DraftSource | None = None,
 ) -> ModelRunner:
-    """With `keeps_tokens_on_device`, sampled tokens stay on the logits' device, as on CUDA.
-    `around` wraps model and attention. Up to four drafts for each request and step come from
-    `proposer`, `source` or `draft_model` (a directory).
+    """A model runner for the model in a directory, or for one rank's part of the model. With
+    `keeps_tokens_on_device`, sampled tokens stay on the logits' device, as on CUDA. `group` is the
+    rank's group within its pipeline stage. `around` wraps model and attention. Up to four drafts
+    for each request and step come from `proposer`, `source` or `draft_model` (a directory).
     """
     own = Membership() if group is None else group.membership
     kernels = select_kernels(
@@ -155,7 +156,7 @@ def _loaded_draft_model(
     kv_cache_dtype: KVCacheDtype,
     ranks: Ranks,
 ) -> DraftModel:
-    """The draft model uses the first full-attention group's blocks."""
+    """A draft model, or this rank's part. It uses the first full-attention group's blocks."""
     options = LoadOptions(MAX_MODEL_LEN, dtype)
     loaded = load_model(open_checkpoint(directory), options, kernels, lambda *_: None, ranks)
     group = limits.windows.index(None)
@@ -184,7 +185,7 @@ def _loaded_adapters(loaded: LoadedModel, directories: Sequence[Path]) -> LoraAd
 
 
 def appended(*grown: tuple[int, list[int]]) -> AppendedBlocks:
-    """`grown` has pairs of a batch row and its new blocks."""
+    """The new blocks of block tables. `grown` has pairs of a batch row and its new blocks."""
     return AppendedBlocks(
         rows=ints(*(row for row, _ in grown)),
         num_blocks=ints(*(len(block_ids) for _, block_ids in grown)),
@@ -194,10 +195,11 @@ def appended(*grown: tuple[int, list[int]]) -> AppendedBlocks:
 
 @dataclass
 class Request:
-    """`tables` has its block table in each KV-cache group.
+    """A request of the driver. `tables` has its block table in each KV-cache group.
 
     `num_computed` includes the tokens of a prefix hit. `embeds` replace the first tokens of the
-    prompt. Log-probabilities are stored in order of positions.
+    prompt. Log-probabilities are stored in order of positions. When the request resumes after a
+    preemption, those of the prompt are replaced.
     """
 
     prompt: list[int]
@@ -222,9 +224,10 @@ class Request:
 
 
 class Driver:
-    """Blocks are allocated in a shuffled order, and block tables grow block by block. Freed blocks
-    keep their old contents and are allocated last. Blocks that have left a window are allocated
-    first, or last if `keeps` is true.
+    """Runs requests step by step. Blocks are allocated in a shuffled order, and block tables grow
+    block by block. Freed blocks keep their old contents and are allocated last. Blocks that have
+    left a window are allocated first, or last if `keeps` is true. Blocks in `shared` are never
+    allocated again.
     """
 
     def __init__(
@@ -286,7 +289,7 @@ class Driver:
         return output
 
     def run(self, requests: Sequence[Request], *, chunk: int = 512) -> None:
-        """Prompts are computed in chunks."""
+        """Runs requests together to their ends. Prompts are computed in chunks."""
         while running := [request for request in requests if not request.finished]:
             self.step(
                 [
@@ -317,7 +320,7 @@ class Driver:
             self.shared.update(table)
 
     def remove(self, request: Request) -> None:
-        """Its blocks are freed, but it keeps its tokens."""
+        """Removes a request from the batch. Its blocks are freed, but it keeps its tokens."""
         assert request.row is not None
         self._removed.append(request.row)
         self._rows.append(request.row)
@@ -327,7 +330,7 @@ class Driver:
         request.num_computed = 0
 
     def _extend(self, request: Request, num_tokens: int) -> list[list[int]]:
-        """Returns the new blocks of each block table of the request."""
+        """Grows the request's block tables to `num_tokens`. Returns the new blocks of each."""
         if not request.tables:
             request.tables = [[] for _ in self._windows]
         added = [
@@ -339,7 +342,7 @@ class Driver:
         return added
 
     def _give_back(self, request: Request) -> None:
-        """Frees blocks that have left a window."""
+        """Frees blocks that have left a window. They are soon allocated again."""
         for table, seen in zip(request.tables, self._first_seen(request), strict=True):
             self._free += self._owned(table[:seen])
             table[:seen] = [0] * seen

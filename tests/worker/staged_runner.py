@@ -77,7 +77,7 @@ class StagedRunner:
         return self._threads[rank].submit(self.runners[rank].execute, step)
 
     def submit(self, step: StepInput) -> Future[StepOutput]:
-        """Returns the output of the last stage, which samples."""
+        """Queues a step on every rank. Returns the output of the last stage, which samples."""
         answers = self.submit_each(step)
 
         def check_and_answer() -> StepOutput:

@@ -26,14 +26,14 @@ def new(row: int, sampling: SamplingParams, num_groups: int = 1) -> NewRequest:
 
 
 def step(number: int, *entries: tuple[int, int, int], **changes) -> StepInput:
-    """Entries are (batch row, number of scheduled tokens, number of computed tokens)."""
+    """A step. Entries are (batch row, number of scheduled tokens, number of computed tokens)."""
     rows, scheduled, computed = zip(*entries, strict=True)
     return StepInput(1, number, ints(*rows), ints(*scheduled), ints(*computed), **changes)
 
 
 def story(kinds: tuple[SamplingParams, ...], num_groups: int = 1) -> list[StepInput]:
-    """The second ends, and a fourth request gets its row of the batch. One prompt is computed in
-    two chunks.
+    """Steps in which three requests decode. The second ends, and a fourth request gets its row of
+    the batch. One prompt is computed in two chunks.
     """
     first, second, third, fourth = (
         new(row, kind, num_groups) for row, kind in zip((0, 1, 2, 1), kinds, strict=True)

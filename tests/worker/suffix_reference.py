@@ -23,6 +23,7 @@ RULES = SuffixRules(
 
 
 NUM_FORGOTTEN = 4
+"""When trees are full, this number of old tokens is dropped for each token that is added."""
 
 
 def suffix_trees(
@@ -50,8 +51,8 @@ class Response:
 
 @dataclass
 class Row:
-    """`response` is None before its first token. `num_taken_in` counts the tokens before the
-    response and those added to it.
+    """A request in the batch. `response` is None before its first token. `num_taken_in` counts the
+    tokens before the response and those added to it.
     """
 
     key: bytes
@@ -66,6 +67,7 @@ class CountedSuffixes:
         self._rules = rules
         self._rows: dict[int, Row] = {}
         self.ended: list[Response] = []
+        """Responses of requests that have left the batch, the oldest first."""
 
     def enter(self, row: int, key: bytes, num_tokens: int) -> None:
         self._rows[row] = Row(key, num_tokens)

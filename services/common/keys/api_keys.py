@@ -23,7 +23,7 @@ MAX_WEIGHT = 1000.0
 
 
 class DamagedRecord(ValueError):
-    """The record of a key or a tenant is invalid."""
+    """The record of a key or a tenant is invalid. The message explains why."""
 
 
 class KeyState(Enum):
@@ -42,14 +42,14 @@ class KeyRecord:
     tenant_id: str
     created: int
     expires: int | None = None
-    """The time at which the key expires."""
+    """The time at which the key expires. None means never."""
     revoked: int | None = None
-    """The time at which the key was revoked."""
+    """The time at which the key was revoked. None means that the key is not revoked."""
     models: tuple[str, ...] | None = None
-    """Models for which the key may be used."""
+    """Models for which the key may be used. None means all."""
 
     def matches(self, key: bytes) -> bool:
-        """Compares in constant time."""
+        """Whether this record belongs to the whole key `key`. Compares in constant time."""
         return hmac.compare_digest(hashlib.sha256(key).hexdigest(), self.sha256)
 
     def state(self, now: float) -> KeyState:
@@ -91,15 +91,17 @@ def key_id_of(key: str) -> str | None:
 
 
 def is_tenant_id(name: str) -> bool:
+    """Whether the name is a valid tenant id: 1 to 64 letters, digits, and `._@-`."""
     return _TENANT_ID.fullmatch(name) is not None
 
 
 def time_text(seconds: int) -> str:
+    """Formats a time for records, such as 2026-11-23T02:00:00Z."""
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
 def key_to_json(key: KeyRecord) -> dict[str, Any]:
-    """Fields that are None are omitted."""
+    """The JSON value stored under the key's id. Fields that are None are omitted."""
     times = {name: getattr(key, name) for name in ("created", "expires", "revoked")}
     return {
         "tenant": key.tenant_id,
@@ -138,7 +140,7 @@ def key_from_json(key_id: str, value: object) -> KeyRecord:
 
 
 def tenant_to_json(tenant: TenantRecord) -> dict[str, Any]:
-    """Fields with default values are omitted."""
+    """The JSON value stored under the tenant's id. Fields with default values are omitted."""
     return {
         field.name: value
         for field in fields(tenant)
@@ -160,6 +162,7 @@ def tenant_from_json(tenant_id: str, value: object) -> TenantRecord:
 
 
 def why_wrong(tenant: TenantRecord) -> str | None:
+    """Returns a sentence about the record's first invalid number, or None if all are valid."""
     if isinstance(tenant.weight, bool) or not isinstance(tenant.weight, int | float):
         return "weight must be a number"
     if not 1 / MAX_WEIGHT <= tenant.weight <= MAX_WEIGHT:

@@ -20,6 +20,7 @@ class KeyBook:
     def with_key(
         self, key: api_keys.KeyRecord, tenant: api_keys.TenantRecord | None = None
     ) -> "KeyBook":
+        """Returns a copy with this key's record and, if given, its tenant's record."""
         tenants = {} if tenant is None else {tenant.tenant_id: tenant}
         return KeyBook({**self.keys, key.key_id: key}, {**self.tenants, **tenants})
 
@@ -32,7 +33,7 @@ def book_to_text(book: KeyBook) -> str:
 
 
 def book_from_text(text: str | bytes) -> KeyBook:
-    """Empty text is an empty book. Raises DamagedRecord."""
+    """The inverse of `book_to_text`. Empty text is an empty book. Raises DamagedRecord."""
     if not text.strip():
         return KeyBook()
     try:

@@ -11,7 +11,7 @@ from services.common.keys.book import KeyBook, book_from_text, book_to_text
 
 
 def read_book(path: Path) -> KeyBook:
-    """Raises OSError or DamagedRecord."""
+    """Reads the book in a file. Raises OSError or DamagedRecord."""
     return book_from_text(path.read_bytes())
 
 
@@ -25,7 +25,7 @@ def change_book(path: Path, change: Callable[[KeyBook], KeyBook]) -> None:
 
 
 def version_of(path: Path) -> tuple[int, int, int] | None:
-    """Returns a value that changes when the file changes."""
+    """Returns a value that changes when the file changes. Returns None if there is no file."""
     try:
         found = path.stat()
     except FileNotFoundError:
@@ -35,8 +35,8 @@ def version_of(path: Path) -> tuple[int, int, int] | None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Creates the file if it is missing. If the file is replaced while this process waits for the
-    lock, locks the new file instead.
+    """Locks the book's own file, and creates the file if it is missing. If the file is replaced
+    while this process waits for the lock, locks the new file instead.
     """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -54,7 +54,7 @@ def _replace(path: Path, text: str) -> None:
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     written = Path(name)
     try:
-        with os.fdopen(descriptor, "w") as file:
+        with os.fdopen(descriptor, "w") as file:  # mkstemp has made it private to its owner
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -71,7 +71,7 @@ class LookUp:
 async def look_up(
     redis: RedisConnection, key_ids: Sequence[str], seconds: float = CALL_SECONDS
 ) -> LookUp:
-    """Raises RedisUnavailable."""
+    """Looks up the records of several keys with one Redis call. Raises RedisUnavailable."""
     version, *values = await redis.call(
         lambda client: client.eval(_LOOK_UP, len(_NAMES), *_NAMES, *key_ids), seconds
     )
@@ -92,7 +92,7 @@ async def look_up(
 
 
 async def read_book(redis: RedisConnection) -> KeyBook:
-    """Raises RedisUnavailable or DamagedRecord."""
+    """Reads all records. Raises RedisUnavailable or DamagedRecord."""
     keys, tenants = await redis.pipeline([("HGETALL", KEYS), ("HGETALL", TENANTS)])
     return KeyBook(
         {name: _decoded(name, value, key_from_json) for name, value in _texts(keys)},
@@ -136,6 +136,7 @@ def _decoded(name: str, value: bytes, read: Callable[[str, object], R]) -> R:
 
 
 def _texts(pairs: Any) -> list[tuple[str, bytes]]:
+    """Decodes the reply to HGETALL, which is a mapping or alternates names and values."""
     if not isinstance(pairs, dict):
         pairs = dict(zip(pairs[::2], pairs[1::2], strict=True))
     return [(name.decode(), value) for name, value in pairs.items()]

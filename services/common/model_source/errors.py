@@ -8,6 +8,8 @@ class ModelSourceError(ValueError):
 
 
 class GgufError(ModelSourceError):
+    """A file is damaged or is not a GGUF file."""
+
     def __init__(self, file: Path, problem: str) -> None:
         super().__init__(f"{file}: {problem}")
         self.problem = problem

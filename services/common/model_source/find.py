@@ -21,7 +21,7 @@ def find_model(text: str) -> Path:
 
 
 def find_model_files(text: str) -> Path:
-    """Raises ModelSourceError."""
+    """Returns the directory of a model, which may lack the weights. Raises ModelSourceError."""
     return _find(text, with_weights=False)
 
 
@@ -54,5 +54,6 @@ def _find(text: str, *, with_weights: bool) -> Path:
 
 
 def _with_configuration(directory: Path) -> Path:
+    """Returns `directory` or, if the model is a GGUF file, the directory generated for the file."""
     file = single_gguf(directory)
     return directory if file is None else gguf_directory(file)

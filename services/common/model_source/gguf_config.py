@@ -16,15 +16,17 @@ ARCHITECTURES = {
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
 }
+"""Maps an architecture's name in GGUF files to the class and model type in config.json."""
 
 _F32, _F16 = 0, 1
 _CONTROL = 3
 _ENDS = frozenset(
     {"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"}
 )
-"""Control tokens that end an output, besides the file's EOS token."""
+"""Control tokens that end an output, besides the file's EOS token. The list is llama.cpp's."""
 _ROPE_FREQUENCIES = "rope_freqs.weight"
 _LOW, _HIGH, _LENGTH = 1.0, 4.0, 8192
+"""Llama 3's low_freq_factor, high_freq_factor and original_max_position_embeddings."""
 
 
 def gguf_config(file: Path, header: GgufHeader) -> dict[str, Any]:
@@ -71,6 +73,7 @@ def gguf_config(file: Path, header: GgufHeader) -> dict[str, Any]:
 
 
 def gguf_generation_config(header: GgufHeader) -> dict[str, Any]:
+    """Returns the content of generation_config.json, which lists the tokens that end an output."""
     metadata = header.metadata
     tokens = metadata.get("tokenizer.ggml.tokens") or []
     kinds = metadata.get("tokenizer.ggml.token_type") or []
@@ -152,7 +155,7 @@ def _llama3(file: Path, tensor: GgufTensor, theta: float, head_dim: int) -> dict
 def _original_length(factor: float, divisor: float, wave: float) -> int | None:
     """The context length for which a model was trained before its RoPE frequencies were scaled. The
     length is computed from the divisor of one RoPE frequency. Returns None if the divisor is not
-    between 1 and `factor`.
+    between 1 and `factor`. `wave` is the frequency's wavelength in tokens.
     """
     smooth = (1 / divisor - 1 / factor) / (1 - 1 / factor) if factor > 1 else 0.0
     is_between = 1e-3 < smooth < 1 - 1e-3
@@ -160,6 +163,7 @@ def _original_length(factor: float, divisor: float, wave: float) -> int | None:
 
 
 def _dtype(tensors: list[GgufTensor]) -> str:
+    """The data type for computation: the matrices' float type, or bfloat16 for other types."""
     kinds = {tensor.kind for tensor in tensors if len(tensor.shape) > 1}
     if kinds == {_F32}:
         return "float32"
@@ -167,5 +171,5 @@ def _dtype(tensors: list[GgufTensor]) -> str:
 
 
 def _shortest(value: float) -> float:
-    """Rounds a 32-bit float to 7 significant digits."""
+    """Rounds a 32-bit float to 7 significant digits. Further digits are not accurate."""
     return float(f"{value:.7g}")

@@ -1,6 +1,6 @@
-"""Creates a directory in Hugging Face's format for a single GGUF file. Configuration and tokenizer
-are built once for each file, from its metadata alone. They are stored in
-$XDG_CACHE_HOME/stepwell/gguf, with a link to the file.
+"""Creates a directory in Hugging Face's format for a single GGUF file. Code that reads model
+directories can then read GGUF files too. Configuration and tokenizer are built once for each file,
+from its metadata alone. They are stored in $XDG_CACHE_HOME/stepwell/gguf, with a link to the file.
 """
 
 import json
@@ -18,7 +18,7 @@ from services.common.model_source.gguf_tokenizer import gguf_tokenizer
 
 SUFFIX = ".gguf"
 _FORM = 1
-"""The version of the generated files."""
+"""The version of the generated files. It is increased when the code generates other contents."""
 _PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 
 
@@ -80,7 +80,7 @@ def _make(directory: Path, file: Path) -> Path:
     (made / file.stem / f"model{SUFFIX}").symlink_to(file.resolve())
     try:
         made.rename(directory.parent)
-    except OSError:
+    except OSError:  # another process has created the directory
         for path in (*(made / file.stem).iterdir(), made / file.stem, made):
             path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
     return directory

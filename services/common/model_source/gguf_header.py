@@ -22,6 +22,8 @@ _STRING, _ARRAY = 8, 9
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
+    """A tensor's name, shape, type number, and the offset of its first byte in the file."""
+
     name: str
     shape: tuple[int, ...]
     kind: int
@@ -30,12 +32,14 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
+    """The metadata (a mapping of keys to values), and the tensors in file order."""
+
     metadata: dict[str, Any]
     tensors: list[GgufTensor]
 
 
 def read_gguf_header(file: Path, *, with_arrays: bool = False) -> GgufHeader:
-    """Without `with_arrays`, arrays are replaced by None. Raises GgufError."""
+    """Reads a header. Without `with_arrays`, arrays are replaced by None. Raises GgufError."""
     try:
         with file.open("rb") as stream:
             return _read(file, stream, with_arrays)

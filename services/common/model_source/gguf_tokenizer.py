@@ -13,6 +13,7 @@ from services.common.model_source.errors import GgufError
 from services.common.model_source.gguf_header import GgufHeader
 
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 3, 4, 5, 6
+"""Types of tokens in GGUF files."""
 _PADDING = re.compile(r"\[PAD\d+\]")
 """Tokens that llama.cpp's converter adds if an embedding has more rows than the vocabulary."""
 
@@ -34,7 +35,9 @@ _SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), (r"\p{N}", _GPT2)),
     "tekken": (_TEKKEN,),
 }
+"""Maps each splitting rule to its regular expressions, in the order of their application."""
 _COMPOSED = frozenset({"qwen2", "deepseek-r1-qwen"})
+"""Splitting rules that first normalize texts to Unicode's composed form (NFC)."""
 _WHOLE_WORDS = frozenset({"llama-bpe", "llama3", "llama-v3", "tekken"})
 """Splitting rules with which a word that is in the vocabulary is one token, without merges."""
 _WITH_BOS = _WHOLE_WORDS | {"smaug-bpe"}
@@ -120,6 +123,7 @@ def _guessed_rule(metadata: Mapping[str, Any], tokens: Mapping[str, int]) -> str
 def _sentencepiece(
     metadata: Mapping[str, Any], tokens: Mapping[str, int], kinds: list[int]
 ) -> dict[str, Any]:
+    """Builds a SentencePiece BPE tokenizer with byte fallback, like Llama 2's and Mistral's."""
     scores = metadata.get("tokenizer.ggml.scores") or [0.0] * len(kinds)
     normal = {
         token: scores[token_id] for token, token_id in tokens.items() if kinds[token_id] == _NORMAL
@@ -155,6 +159,7 @@ def _sentencepiece(
 
 
 def _merges(scores: Mapping[str, float]) -> list[list[str]]:
+    """Returns all merges of two tokens into one, ordered by the score of the merged token."""
     found = [
         (-score, rank, token[:cut], token[cut:])
         for rank, (token, score) in enumerate(scores.items())
@@ -176,6 +181,7 @@ _MODEL: dict[str, Any] = {
 
 
 def _special_tokens(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, str]:
+    """Maps names of special tokens in tokenizer_config.json to the tokens' texts."""
     keys = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
     ids = {ours: metadata.get(f"tokenizer.ggml.{key}_token_id") for key, ours in keys.items()}
     return {
@@ -188,6 +194,7 @@ def _special_tokens(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str,
 def _post_processor(
     metadata: Mapping[str, Any], special: Mapping[str, str], adds_bos: bool
 ) -> dict[str, Any] | None:
+    """Builds a post-processor that adds the BOS and EOS tokens that the file enables, if any."""
     adds = {"bos": adds_bos, "eos": metadata.get("tokenizer.ggml.add_eos_token", False)}
     ids = {
         special[f"{name}_token"]: metadata[f"tokenizer.ggml.{name}_token_id"]

@@ -47,7 +47,7 @@ class HubName:
 
 
 def parse_hub_name(text: str) -> HubName | None:
-    """Parses a hub name or a link to a model of the hub."""
+    """Parses a hub name or a link to a model of the hub. Returns None if it cannot be a name."""
     for link in _LINKS:
         text = text.removeprefix(link)
     if _NAME.fullmatch(text) is None or ".." in text or "--" in text:
@@ -57,7 +57,7 @@ def parse_hub_name(text: str) -> HubName | None:
 
 
 def name_of_snapshot(directory: Path) -> str | None:
-    """The hub name of a model in a cache directory."""
+    """The hub name of a model in a cache directory. None if the directory is not in the cache."""
     folder = directory.parent.parent.name
     if directory.parent.name != "snapshots" or not folder.startswith(_CACHE_FOLDER):
         return None
@@ -65,8 +65,8 @@ def name_of_snapshot(directory: Path) -> str | None:
 
 
 def find_snapshot(name: HubName, *, with_weights: bool) -> Path | None:
-    """Returns the cache directory of a model, or None if needed files are missing. Raises
-    ModelSourceError if huggingface_hub is not installed.
+    """Returns the cache directory of a model, or None if needed files are missing. Weights are
+    needed if `with_weights` is set. Raises ModelSourceError if huggingface_hub is not installed.
     """
     directory = _cached(name)
     return directory if directory and not _missing(directory, with_weights) else None
@@ -94,8 +94,8 @@ def fetch_snapshot(name: HubName, *, with_weights: bool) -> Path:
 
 
 def needed_files(names: Collection[str], *, with_weights: bool) -> list[str]:
-    """The weights are the files with Hugging Face's names, or else all other safetensors files, or
-    else the GGUF files.
+    """Selects the files of a model that are read. The weights are the files with Hugging Face's
+    names, or else all other safetensors files, or else the GGUF files.
     """
     chosen = [file for file in names if _CONFIGURATION.fullmatch(file)]
     for kind in _WEIGHTS if with_weights else ():
@@ -115,7 +115,7 @@ def _ask(name: HubName, with_weights: bool) -> Any:
 
 
 def _why(name: HubName, error: Exception, with_weights: bool) -> str:
-    """Errors of huggingface_hub are recognized by their class names."""
+    """Explains a failed download. Errors of huggingface_hub are recognized by their class names."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if "GatedRepoError" in kinds:
         return (
@@ -169,7 +169,7 @@ def _missing(directory: Path, with_weights: bool) -> str | None:
         return None
     index = directory / _INDEX
     if index.exists():
-        with suppress(ValueError, AttributeError):
+        with suppress(ValueError, AttributeError):  # loading the weights reports a damaged index
             files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
             return next((file for file in files if not (directory / file).exists()), None)
     weights = (".safetensors", ".bin", ".pth", ".pt")

@@ -3,10 +3,12 @@
     hash(block) = SHA-256( parent digest | token ids, int32 little-endian | extra keys )
 
 The first block's parent digest is the model's fingerprint, so that equal tokens of two models have
-different hashes. The cache salt and the digest of an adapter are hashed with the first block only,
+different hashes. Extra keys represent all inputs, besides the tokens, on which the attention's keys
+and values depend. The cache salt and the digest of an adapter are hashed with the first block only,
 since later hashes depend on them through the parent digest. An item of the prompt, such as an
 image, is hashed with each block that it overlaps, since its tokens are placeholders. Chained block
-hashes are from vLLM's automatic prefix caching.
+hashes are from vLLM's automatic prefix caching. Unlike pickle, this canonical encoding leads to the
+same hashes on all machines.
 """
 
 import struct
@@ -23,7 +25,7 @@ HASH_VERSION = 1
 
 
 def pack_token_ids(token_ids: Sequence[int]) -> bytes:
-    """Raises OverflowError for an id >= 2**31."""
+    """Encodes token ids as little-endian int32. Raises OverflowError for an id >= 2**31."""
     if not token_ids:
         return b""
     try:
@@ -33,7 +35,7 @@ def pack_token_ids(token_ids: Sequence[int]) -> bytes:
 
 
 def unpack_token_ids(packed: bytes) -> list[int]:
-    """Raises ValueError if the length is no multiple of 4."""
+    """The inverse of `pack_token_ids`. Raises ValueError if the length is no multiple of 4."""
     if not packed:
         return []
     if len(packed) % 4:
@@ -43,7 +45,8 @@ def unpack_token_ids(packed: bytes) -> list[int]:
 
 def encode_extra_keys(cache_salt: str, adapter_digest: bytes = b"") -> bytes:
     """The extra keys of a sequence's first block. A salt adds a tag, the salt's length, and the
-    salt. An adapter adds a tag and the 32-byte digest of the adapter's files.
+    salt. An adapter adds a tag and the 32-byte digest of the adapter's files. Without salt and
+    adapter, the extra keys are empty.
     """
     extra_keys = b""
     if cache_salt:
@@ -53,7 +56,9 @@ def encode_extra_keys(cache_salt: str, adapter_digest: bytes = b"") -> bytes:
 
 
 def cache_key(cache_salt: str, adapter_digest: bytes = b"") -> bytes:
-    """Returns a key that is equal for requests that may share cached results."""
+    """Returns a key that is equal for requests that may share cached results. The key is the
+    SHA-256 of the first block's extra keys, or empty if there are no extra keys.
+    """
     extra_keys = encode_extra_keys(cache_salt, adapter_digest)
     return sha256(extra_keys).digest() if extra_keys else b""
 
@@ -95,7 +100,7 @@ def hash_full_blocks(
             for start in range(len(known) * block_size, end, block_size)
         ]
         return _hash_with_items(parent, packed, block_size, extra_keys, of_items)
-    if len(packed) == 4 * block_size:
+    if len(packed) == 4 * block_size:  # usual while a request decodes
         return [BlockHash(sha256(parent + packed + extra_keys).digest())]
     return hash_packed_blocks(parent, packed, block_size, extra_keys)
 
@@ -103,7 +108,7 @@ def hash_full_blocks(
 def _hash_with_items(
     parent: bytes, packed: bytes, block_size: int, extra_keys: bytes, of_items: Sequence[bytes]
 ) -> list[BlockHash]:
-    """`of_items` has each block's extra keys of prompt items."""
+    """Hashes of consecutive full blocks. `of_items` has each block's extra keys of prompt items."""
     hashes: list[BlockHash] = []
     for index, extra_keys_of_items in enumerate(of_items):
         block = packed[4 * block_size * index : 4 * block_size * (index + 1)]
@@ -115,8 +120,8 @@ def _hash_with_items(
 def hash_packed_blocks(
     parent: bytes, packed: bytes, block_size: int, extra_keys: bytes = b""
 ) -> list[BlockHash]:
-    """`packed` has the blocks' token ids as int32. `extra_keys` belong to the first of these
-    blocks.
+    """Hashes of consecutive full blocks that follow the block with the hash `parent`. `packed` has
+    the blocks' token ids as int32. `extra_keys` belong to the first of these blocks.
     """
     stride = 4 * block_size
     hashes: list[bytes] = []

@@ -11,10 +11,11 @@ RequestKey = NewType("RequestKey", int)
 # The number, at least 1, of a context: the blocks that an ended request leaves for a later request.
 ContextId = NewType("ContextId", int)
 
+# The name of a pool, usually the name of its replica.
 PoolId = NewType("PoolId", str)
 
 NULL_BLOCK = BlockId(0)
-"""The null block, which is never allocated."""
+"""The null block, which is never allocated. Its id fills block table entries that are not read."""
 
 MAX_GENERATION = 2**62
 """Larger than any generation number of a pool, since these are about the microseconds since 1970 at

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 
 class AttentionType(enum.Enum):
+    """Which tokens a layer's queries can see."""
+
     FULL = "full"
     SLIDING_WINDOW = "sliding_window"
     CHUNKED_LOCAL = "chunked_local"
@@ -14,7 +16,7 @@ class AttentionType(enum.Enum):
 
 
 class MambaCacheMode(enum.Enum):
-    """Which states of state-space (Mamba) layers are kept."""
+    """Which states of state-space (Mamba) layers are kept. The names are vLLM's."""
 
     NONE = "none"
     """Only one state is kept, and each step overwrites it. Prefixes cannot be cached."""
@@ -24,8 +26,11 @@ class MambaCacheMode(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class KVCacheGroup:
+    """One group of layers that share a block table."""
+
     attention_type: AttentionType
     block_size: int
+    """Number of tokens in a block."""
     window: int = 0
     """For sliding windows, the number of tokens that a query sees, its own token included. For
     chunked local attention, the number of tokens in a chunk. For other types, 0.
@@ -34,7 +39,7 @@ class KVCacheGroup:
     is_eagle_group: bool = False
     """Whether a draft head (EAGLE) needs the hidden states at the end of a prefix hit in this
     group. The last block of the hit is then dropped and computed again, since hidden states are not
-    cached.
+    cached. If no group has this flag, `PoolConfig.drop_last_hit_block` applies to all groups.
     """
     mamba_cache_mode: MambaCacheMode = MambaCacheMode.NONE
     num_speculative_blocks: int = 0
@@ -42,6 +47,7 @@ class KVCacheGroup:
 
     @property
     def aligns_states(self) -> bool:
+        """Whether the group keeps states at block boundaries."""
         return (
             self.attention_type is AttentionType.STATE_SPACE
             and self.mamba_cache_mode is MambaCacheMode.ALIGN
@@ -49,13 +55,16 @@ class KVCacheGroup:
 
     @property
     def overwrites_states(self) -> bool:
+        """Whether the group keeps only one state per request, which each step overwrites."""
         return (
             self.attention_type is AttentionType.STATE_SPACE
             and self.mamba_cache_mode is MambaCacheMode.NONE
         )
 
     def first_seen_block(self, num_tokens: int) -> int:
-        """The index of the first block that a query at position `num_tokens` or later can see."""
+        """The index of the first block that a query at position `num_tokens` or later can see.
+        State-space layers need only the block of the last token.
+        """
         match self.attention_type:
             case AttentionType.FULL:
                 return 0
@@ -72,7 +81,7 @@ class KVCacheGroup:
         """An upper bound of the number of this group's blocks that a request with `num_slots` token
         slots can have at one time. `max_in_flight_tokens` limits the number of tokens in steps that
         are planned but not processed. A sliding window that begins inside a block needs one block
-        more.
+        more. In a state-space group, each step in flight may store one state.
         """
         num_blocks = -(-num_slots // self.block_size)
         match self.attention_type:
@@ -89,7 +98,8 @@ class KVCacheGroup:
     def max_admission_blocks(self, max_in_flight_tokens: int, max_model_len: int) -> int | None:
         """Limit on the free blocks that an admission requires for a whole sequence in a group with
         windows or chunks. None for other groups. Blocks outside a window are freed only after a
-        step has been processed, so the limit includes the tokens of all steps in flight.
+        step has been processed, so the limit includes the tokens of all steps in flight. As in
+        vLLM, the limit does not depend on the request.
         """
         match self.attention_type:
             case AttentionType.SLIDING_WINDOW:

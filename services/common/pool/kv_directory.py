@@ -2,7 +2,8 @@
 pool of one scheduler process. All nodes of a model write to one log, whose entries list the blocks
 that a node added to its prefix index and removed from it. When a node's earlier entries become
 invalid, the node begins a new *epoch*, and readers ignore the entries of its other epochs. Blocks
-are identified by keys, which are shortened hashes.
+are identified by keys, which are shortened hashes. `services.common.redis.directory_layout` defines
+the schemas in Redis.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,16 +16,17 @@ from services.common.pool.packed_keys import KEY_BITS, KEY_BYTES
 
 _KEY_MASK = (1 << KEY_BITS) - 1
 _GROUP_MULTIPLIER = 0x9E3779B97F4A7C15
-"""2**64 divided by the golden ratio."""
+"""2**64 divided by the golden ratio. Its multiples differ in all bits (Knuth, volume 3)."""
 
 
 def group_salt(group: int) -> int:
+    """The value, 0 for the first group, with which keys are XORed to differ between groups."""
     return group * _GROUP_MULTIPLIER & _KEY_MASK
 
 
 def block_keys(hashes: Iterable[bytes], group: int = 0) -> list[int]:
     """The keys of block hashes in a KV-cache group. A key is the first 48 bits of a hash, XORed
-    with the group's salt.
+    with the group's salt. Three of a billion look-ups among a million blocks match a wrong block.
     """
     salt, from_bytes = group_salt(group), int.from_bytes
     return [from_bytes(block_hash[:KEY_BYTES], "little") ^ salt for block_hash in hashes]
@@ -44,12 +46,15 @@ class Digest:
 
 
 def digest_of(keys: Iterable[int]) -> Digest:
+    """The digest of distinct keys."""
     keys = list(keys)
     return Digest(len(keys), reduce(xor, keys, 0))
 
 
 @dataclass(frozen=True, slots=True)
 class KeyBatch:
+    """A log entry: the keys added to and removed from a node's index since the previous entry."""
+
     epoch: int
     sequence: int
     """The entry's number in its epoch. Entry 0 begins the epoch. If the node already had keys then,
@@ -63,6 +68,8 @@ class KeyBatch:
 
 @dataclass(frozen=True, slots=True)
 class NodeRecord:
+    """A node and its current epoch."""
+
     node: str
     epoch: int
     generation: int

@@ -15,7 +15,10 @@ class Taken(FailedPrecondition):
 
 @dataclass(frozen=True, slots=True)
 class Holder:
+    """A scheduler process."""
+
     name: str
+    """The name of the scheduler's replica."""
     started_unix_nanos: int
 
     def __str__(self) -> str:
@@ -31,8 +34,10 @@ class Lease:
 
     A lease lasts from `take` until `grace_seconds` after the last `release`, so that its holder can
     reopen a stream. A holder with the same name that started later takes over the lease at once,
-    because it is the restarted scheduler. After the takeover the old process is refused, even if
-    its start time is later because the clock was set back. Leases are Gray and Cheriton's (1989).
+    because it is the restarted scheduler. The connection of the old process may not have ended yet.
+    After the takeover the old process is refused, even if its start time is later because the clock
+    was set back. Leases are Gray and Cheriton's (1989). Each step has the pool's generation number,
+    which increases when a holder opens the pool, so that steps of a replaced holder are rejected.
     """
 
     def __init__(self, what: str, grace_seconds: float, clock: Callable[[], float]) -> None:
@@ -45,7 +50,7 @@ class Lease:
         self._free_at = 0.0
 
     def take(self, holder: Holder) -> None:
-        """Raises Taken if the lease belongs to another holder."""
+        """Grants the lease to `holder`. Raises Taken if the lease belongs to another holder."""
         if holder != self._holder:
             if not self._is_free() and not self._is_replaced_by(holder):
                 raise Taken(f"the {self._what} is in use by {self._holder}")

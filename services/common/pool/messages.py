@@ -6,7 +6,7 @@ from services.common.rpc.proto import ProtoEnum, require_same_fields
 
 
 def holder_from_proto(message: common_pb2.Owner) -> Holder:
-    """The holder's name is empty if the message has no name."""
+    """Converts a message to a holder. The holder's name is empty if the message has no name."""
     return Holder(message.name, message.started_unix_nanos)
 
 
@@ -17,7 +17,7 @@ _MAMBA_CACHE_MODES = ProtoEnum(MambaCacheMode, common_pb2.MambaCacheMode, "MAMBA
 
 
 def kv_cache_group_from_proto(message: common_pb2.KVCacheGroup) -> KVCacheGroup | None:
-    """Returns None if the attention type is unset or unknown."""
+    """Converts a message to a group. Returns None if the attention type is unset or unknown."""
     attention_type = _ATTENTION_TYPES.from_proto(message.attention_type)
     if attention_type is None:
         return None

@@ -4,7 +4,8 @@ An operation covers several requests. Its fields are parallel sequences with one
 request. An item *fits* if enough blocks are free for the item and its planned prefix hit has not
 changed. A *context* consists of the published blocks that a released request leaves for a later
 request. The blocks of contexts are reused after all other free blocks. stepwell.kvpool.v1 specifies
-the fields.
+the fields. Types with an instance per step or per request are not frozen, since creating a frozen
+instance takes three times as long.
 """
 
 import enum
@@ -17,6 +18,7 @@ from services.common.pool.block_hash import BlockHash
 from services.common.pool.ids import BlockId, ContextId, RequestKey
 
 BlockTables = tuple[list[BlockId], ...]
+"""Block ids of one request, one list for each KV-cache group."""
 
 
 class MalformedTransaction(InvalidArgument):
@@ -89,7 +91,7 @@ class RemoveSkippedBlocks:
 @dataclass(slots=True)
 class Grow:
     """Extends the block table of each request to the request's number of token slots. Each request
-    gets all missing blocks or none.
+    gets all missing blocks or none. A table with enough slots stays unchanged.
     """
 
     requests: Sequence[RequestKey]
@@ -114,12 +116,13 @@ class Commit:
     requests: Sequence[RequestKey]
     num_tokens: Sequence[int]
     new_hashes: Sequence[Sequence[BlockHash]]
+    """New hashes of each request, which continue the hash chain that the pool already has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """Looks up the longest cached prefixes of waiting requests. Always fits. No block is
-    allocated.
+    """Looks up the longest cached prefixes of waiting requests. Always fits. No block is allocated.
+    The pool keeps the requests' hashes until the requests are released.
     """
 
     requests: Sequence[RequestKey]
@@ -138,7 +141,9 @@ class Admission:
     num_hit_tokens: int
     """Number of tokens of the planned hit."""
     num_slots: int
+    """Number of token slots in the block tables after the admission."""
     num_commit_tokens: int
+    """Blocks that end at or before this number of tokens are published."""
     num_reserve_slots: int
     """The admission fits only if there are enough hit and free blocks for this number of token
     slots, and `num_watermark_blocks` more free blocks. With 0, only `num_slots` counts. If the
@@ -147,9 +152,9 @@ class Admission:
     num_watermark_blocks: int = 0
     new_hashes: Sequence[BlockHash] = ()
     traceparent: str = ""
-    """The request's trace context."""
+    """The request's trace context. Empty if the request is not sampled."""
     resumed: bool = False
-    """Hit statistics exclude requests that were preempted before."""
+    """Whether the request was preempted before. Hit statistics exclude resumed requests."""
     num_retained_blocks: int | None = None
     """Limit on the number of blocks in contexts that this admission and the transaction's earlier
     admissions may reuse. Hit blocks do not count. Blocks in contexts that this admission must keep
@@ -175,7 +180,7 @@ class Admission:
     or 0. If this length has changed, the hit counts as changed, unless `diverges` is set.
     """
     diverges: bool = False
-    """Whether only the full-attention groups have the whole hit."""
+    """Whether only the full-attention groups have the whole hit. The connector loads the rest."""
     num_stored_tokens: int | None = None
     """Blocks that no query after this number of tokens can see are freed. None means
     `num_computed_tokens`. The number is smaller if the last computed tokens are computed again, or
@@ -184,6 +189,7 @@ class Admission:
 
     @property
     def num_computed_tokens(self) -> int:
+        """Number of tokens that no step has to compute, because they are hit or loaded."""
         return self.num_hit_tokens + self.num_external_tokens
 
 
@@ -224,6 +230,8 @@ Operation = (
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
+    """A copy from one block of a group to another, which workers make before the step."""
+
     group: int
     source: BlockId
     target: BlockId
@@ -239,6 +247,8 @@ class GroupBlocks:
 
 @dataclass(slots=True)
 class GrowResult:
+    """For each group, the new blocks of the requests that grew."""
+
     groups: tuple[GroupBlocks, ...]
 
 
@@ -274,6 +284,8 @@ OperationResult = GrowResult | LookupResult | AdmitResult | ResetPrefixCacheResu
 
 
 class StopReason(enum.Enum):
+    """Why a transaction stopped early."""
+
     NO_BLOCKS = "no_blocks"
     HIT_CHANGED = "hit_changed"
     RETAINED = "retained"
@@ -290,15 +302,19 @@ class Stop:
     item_index: int
     reason: StopReason
     num_hit_tokens: int = 0
+    """Number of tokens of the current hit if the hit has changed, otherwise 0."""
     shared_prefix_boundary: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ContextBlocks:
+    """The blocks that are left in a context."""
+
     context: ContextId
     num_blocks: int
     """Number of the context's blocks that were not reused. Some of them may be in use."""
     num_own_blocks: int
+    """Number of the context's blocks that are free and in no other context."""
 
 
 @dataclass(slots=True)
@@ -314,10 +330,13 @@ class Outcome:
     copies: tuple[BlockCopy, ...] = ()
     """Copies that workers make in this order after they have zeroed blocks."""
     contexts: tuple[ContextBlocks, ...] = ()
+    """The contexts that have changed since the last outcome."""
     num_retained_blocks: int = 0
+    """Number of free blocks that are in contexts."""
 
     @property
     def grown(self) -> list[BlockTables]:
+        """The new blocks of each request that grew, in the order of the operations."""
         return [
             tables
             for result in self.results
@@ -327,11 +346,13 @@ class Outcome:
 
     @property
     def admitted(self) -> list[BlockTables]:
+        """The complete block tables of each admitted request, with the hit blocks first."""
         results = [result for result in self.results if isinstance(result, AdmitResult)]
         return [tables for result in results for tables in block_tables(result.groups)]
 
     @property
     def hits(self) -> list[tuple[int, int]]:
+        """The hit length and shared prefix boundary, in tokens, of each request looked up."""
         return [
             hit
             for result in self._lookups
@@ -340,7 +361,7 @@ class Outcome:
 
     @property
     def divergent_hits(self) -> list[int]:
-        """The length of each request's divergent hit."""
+        """The length of each request's divergent hit. Empty if these hits were not requested."""
         return [num for result in self._lookups for num in result.num_divergent_hit_tokens]
 
     @property
@@ -349,10 +370,12 @@ class Outcome:
 
     @property
     def reset_done(self) -> bool:
+        """Whether every hash was removed."""
         return ResetPrefixCacheResult(done=True) in self.results
 
 
 def block_tables(groups: Sequence[GroupBlocks]) -> list[BlockTables]:
+    """Splits blocks that are packed per group into the tables of each request."""
     return list(zip(*map(_tables_of_group, groups), strict=True))
 
 

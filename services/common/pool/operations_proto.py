@@ -28,12 +28,14 @@ _OPERATIONS: dict[str, tuple[type[Any], type[Message]]] = {
     "rank_contexts": (ops.RankContexts, kvpool_pb2.RankContexts),
     "drop_contexts": (ops.DropContexts, kvpool_pb2.DropContexts),
 }
+"""Maps each field of the message Operation to a dataclass and a message with equal fields."""
 _RESULTS: dict[str, tuple[type[Any], type[Message]]] = {
     "grow": (ops.GrowResult, kvpool_pb2.GrowResult),
     "lookup": (ops.LookupResult, kvpool_pb2.LookupResult),
     "admit": (ops.AdmitResult, kvpool_pb2.AdmitResult),
     "reset_prefix_cache": (ops.ResetPrefixCacheResult, kvpool_pb2.ResetPrefixCacheResult),
 }
+"""Maps each field of the message OperationResult to a dataclass and a message."""
 _KINDS = {
     own: (kind, message) for kind, (own, message) in (*_OPERATIONS.items(), *_RESULTS.items())
 }
@@ -53,7 +55,7 @@ def operation_to_proto(operation: ops.Operation) -> kvpool_pb2.Operation:
 
 
 def operations_from_proto(messages: Iterable[kvpool_pb2.Operation]) -> list[ops.Operation]:
-    """Raises MalformedTransaction, which names the field."""
+    """Converts a transaction's operations. Raises MalformedTransaction, which names the field."""
     return [
         _operation_from_proto(message, f"operations[{index}]")
         for index, message in enumerate(messages)
@@ -63,6 +65,7 @@ def operations_from_proto(messages: Iterable[kvpool_pb2.Operation]) -> list[ops.
 def outcome_to_proto(
     outcome: ops.Outcome, generation: int, sequence: int
 ) -> kvpool_pb2.TransactResponse:
+    """Converts the outcome of transaction `sequence` of a pool's generation."""
     message = kvpool_pb2.TransactResponse(
         generation=generation,
         sequence=sequence,
@@ -70,7 +73,7 @@ def outcome_to_proto(
         stop=None if outcome.stop is None else _stop_to_proto(outcome.stop),
         num_free_blocks=outcome.num_free_blocks,
     )
-    if outcome.block_ids_to_zero or outcome.copies:
+    if outcome.block_ids_to_zero or outcome.copies:  # only with state-space layers
         message.block_ids_to_zero.extend(outcome.block_ids_to_zero)
         message.copies.extend(
             kvpool_pb2.BlockCopy(group=copy.group, source=copy.source, target=copy.target)
@@ -88,10 +91,10 @@ def outcome_to_proto(
 
 
 def outcome_from_proto(message: kvpool_pb2.TransactResponse) -> ops.Outcome:
-    """Raises ValueError for an unknown stop reason."""
+    """Converts a response to an outcome. Raises ValueError for an unknown stop reason."""
     stop = _stop_from_proto(message.stop) if message.HasField("stop") else None
     results = tuple(map(_result_from_proto, message.results))
-    if not (message.block_ids_to_zero or message.copies):
+    if not (message.block_ids_to_zero or message.copies):  # usual without state-space layers
         outcome = ops.Outcome(message.num_free_blocks, results, stop)
         if message.contexts or message.num_retained_blocks:
             outcome.num_retained_blocks = message.num_retained_blocks
@@ -109,7 +112,7 @@ def outcome_from_proto(message: kvpool_pb2.TransactResponse) -> ops.Outcome:
 
 
 def block_hashes_from_proto(packed: bytes, field: str) -> list[BlockHash]:
-    """Raises MalformedTransaction if the last one is incomplete."""
+    """Splits concatenated hashes. Raises MalformedTransaction if the last one is incomplete."""
     if len(packed) % HASH_BYTES:
         raise ops.MalformedTransaction(
             f"{len(packed)} bytes are not a whole number of hashes of {HASH_BYTES} bytes",
@@ -147,6 +150,7 @@ def _operation_from_proto(message: kvpool_pb2.Operation, where: str) -> ops.Oper
 _OPTIONAL = "num_tokens", "num_stored_tokens", "num_retained_blocks"
 _CONVERTED = {"new_hashes", *_OPTIONAL}
 _EQUAL = [one.name for one in fields(ops.Admission) if one.name not in _CONVERTED]
+"""The fields of an admission that its message has with the same name, type and default."""
 
 
 def _admission_to_proto(admission: ops.Admission) -> kvpool_pb2.Admission:

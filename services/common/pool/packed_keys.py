@@ -1,9 +1,10 @@
 """Packs block keys into bytes. A sequence of keys takes 6 bytes per key. A set takes fewer bytes.
 
-The keys of a set are sorted. Instead of the first bytes of all keys, 256 counts are stored, one for
-each value of the first byte. The second byte of each key is replaced by its difference from the
-second byte of the previous key, which is small and compresses well. The other four bytes stay
-unchanged. Numbers are little-endian.
+Keys have 48 bits. The keys of a set are sorted. Instead of the first bytes of all keys, 256 counts
+are stored, one for each value of the first byte. The second byte of each key is replaced by its
+difference from the second byte of the previous key, which is small and compresses well. The other
+four bytes stay unchanged. In a set of twenty thousand keys each key takes 4.5 bytes. Numbers are
+little-endian.
 """
 
 import struct
@@ -24,7 +25,7 @@ _LOW_MASK = (1 << _LOW_BITS) - 1
 _TOP_SHIFT = KEY_BITS - 8
 _NUM_TOPS = 256
 _COUNTS = struct.Struct(f"<{_NUM_TOPS}I")
-_LENGTHS = struct.Struct("<II")
+_LENGTHS = struct.Struct("<II")  # number of keys, number of compressed bytes
 _KEYS_PER_TURN = 4096
 
 
@@ -54,7 +55,7 @@ def unpack_keys(packed: bytes) -> "array[int]":
 
 
 def pack_key_set(keys: Sequence[int]) -> Generator[None, None, bytes]:
-    """`keys` must be distinct. Yields periodically, so that other tasks can run."""
+    """Packs distinct keys as a set. Yields periodically, so that other tasks can run."""
     by_top: list[list[int]] = [[] for _ in range(_NUM_TOPS)]
     for at in range(0, len(keys), _KEYS_PER_TURN):
         for key in keys[at : at + _KEYS_PER_TURN]:

@@ -17,7 +17,8 @@ def prefix_depth(
 ) -> int:
     """The number of chain blocks in the longest prefix that every group can use. `is_cached[i]`
     belongs to `groups[i]`. `num_blocks` is the number of blocks in the chain. A chain block has
-    `chain_block_size` tokens, and a group's block has a multiple of this number.
+    `chain_block_size` tokens, and a group's block has a multiple of this number. Each group in turn
+    shortens the prefix to the group's longest hit, until no group shortens it further.
     """
     size = chain_block_size(groups)
     scales = [max(1, group.block_size // size) for group in groups]
@@ -34,8 +35,8 @@ def prefix_depth(
 
 def _usable(group: KVCacheGroup, scale: int, is_cached: IsCached, num_blocks: int) -> int:
     """Number of the group's blocks, at most `num_blocks`, in the longest prefix that the group can
-    use. Full attention searches from the left, since most chains are not cached at all. Other types
-    search from the right.
+    use. `scale` is the number of chain blocks per group block. Full attention searches from the
+    left, since most chains are not cached at all. Other types search from the right.
     """
     ends = range(scale - 1, num_blocks * scale, scale)
     if group.attention_type is AttentionType.FULL:

@@ -8,6 +8,8 @@ _MAX_SIMILAR = 2
 
 
 class ArgumentParser(argparse.ArgumentParser):
+    """Calls `error` for an unrecognized argument, with a sentence that includes a suggestion."""
+
     def parse_args(  # type: ignore[override]  # a namespace of another class is not wanted
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:

@@ -34,15 +34,17 @@ class HealthFile:
         self._failure = ""
 
     def set_live(self, live: bool) -> None:
+        """Sets whether the process is live, that is, not hung, and writes the file."""
         self._is_live = live
         self._try_to_write()
 
     def set_ready(self, ready: bool) -> None:
+        """Sets whether requests can be served now, and writes the file."""
         self._is_ready = ready
         self._try_to_write()
 
     def write(self) -> None:
-        """The file is replaced atomically. Raises Unavailable."""
+        """Replaces the file atomically. Raises Unavailable."""
         state = "not-live"
         if self._is_live:
             state = "ready" if self._is_ready else "live"
@@ -54,6 +56,7 @@ class HealthFile:
             raise Unavailable(f"cannot write {self._path}: {error.strerror}") from error
 
     async def run(self) -> None:
+        """Writes the file every `BEAT_SECONDS` until cancelled."""
         while True:
             await asyncio.sleep(BEAT_SECONDS)
             self._try_to_write()
@@ -73,8 +76,8 @@ class HealthFile:
 
 
 def _main_thread_nanos() -> tuple[int, int]:
-    """Nanoseconds in which the main thread ran and waited for a processor. Both are 0 if the kernel
-    does not count them.
+    """Nanoseconds for which the main thread ran, and for which it waited for a processor. Both are
+    0 if the kernel does not count them.
     """
     try:
         ran, waited, _ = _SCHEDSTAT.read_text().split()

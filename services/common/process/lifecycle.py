@@ -57,15 +57,16 @@ def run_service(
     Reads the settings and configures logs. Calls `prepare(settings)` before there is an event loop,
     and then awaits `serve(settings, stop)`. SIGTERM and SIGINT set `stop`. `serve` then drains and
     returns, and the process exits with status 0. `serve` may clear `stop` and continue to work
-    after the drain. A StepwellError of `prepare` or `serve` ends the process with the error's
-    sentence and exit status 1, a SettingError with status 2. After `serve` the interpreter is not
-    finalized, since finalization takes seconds with large libraries.
+    after the drain. Another signal sets `stop` again. A StepwellError of `prepare` or `serve` ends
+    the process with the error's sentence and exit status 1, a SettingError with status 2. After
+    `serve` the interpreter is not finalized, since finalization takes seconds with large libraries.
     """
     settings = load_settings(settings_class, service)
     configure_logs(service, settings.log_level, settings.log_format)
 
     async def main() -> None:
-        # Garbage collections must not visit the imported objects, which are never freed.
+        # Garbage collections must not visit the imported objects, which are never freed. A visit
+        # takes tens of milliseconds, during which no step is planned.
         gc.freeze()
         gc.enable()
         stop = asyncio.Event()
@@ -82,7 +83,7 @@ def run_service(
         uvloop.run(main())
     except* (StepwellError, SettingError) as group:
         failure = _first(group)
-    if failure is not None:
+    if failure is not None:  # an error raised inside except* would be wrapped in a group
         status = 2 if isinstance(failure, SettingError) else 1
         exit_with(f"stepwell {service}: {failure}", status)
     _end(0)
@@ -101,9 +102,9 @@ def _end(status: int) -> NoReturn:
 
 
 def _on_unhandled_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """A failed look-up of a host name is logged at level debug only: if a connection attempt is
-    cancelled, uvloop does not cancel its look-up, and the caller has already received another
-    error.
+    """Logs an error that no task awaits. A failed look-up of a host name is logged at level debug
+    only: if a connection attempt is cancelled, uvloop does not cancel its look-up, and the caller
+    has already received another error.
     """
     future = context.get("future")
     is_task = isinstance(future, asyncio.Task)

@@ -14,6 +14,7 @@ class LineStream:
     """
 
     def __init__(self, stream: TextIO, line_of: Callable[[str], str]) -> None:
+        """`line_of` turns a message into a line with a line break."""
         self._stream = stream
         self._line_of = line_of
         buffer = getattr(stream, "buffer", None)
@@ -22,9 +23,10 @@ class LineStream:
         self._num_lost = 0
         self._why = ""
         self._is_cut = False
+        """Whether the last line was written only partly."""
 
     def write(self, lines: str) -> None:
-        """Each line must end with a line break."""
+        """Writes one or more lines, each of which must end with a line break."""
         if self._num_lost:
             gap = f"{self._num_lost} lines before this one could not be written: {self._why}"
             if self._try_to_write(self._line_of(gap)):
@@ -34,6 +36,7 @@ class LineStream:
         self._num_lost += self._try_to_write(lines)
 
     def _try_to_write(self, lines: str) -> int:
+        """Returns the number of lines that could not be written."""
         encoded = lines.encode(self._stream.encoding or "utf-8", "backslashreplace")
         left = b"\n" + encoded if self._is_cut else encoded
         try:

@@ -16,13 +16,13 @@ from opentelemetry import trace
 from services.common.process.line_stream import LineStream
 
 REQUEST_FIELDS: ContextVar[Mapping[str, str] | None] = ContextVar("request_fields", default=None)
-"""Fields of the request that the current task serves."""
+"""Fields of the request that the current task serves. They are added to the task's log lines."""
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {
     "message",
     "asctime",
     "taskName",
-    "color_message",
+    "color_message",  # uvicorn adds it for terminals
 }
 
 _GRPC = "grpc._cython.cygrpc"
@@ -36,6 +36,8 @@ class LogFormat(enum.Enum):
 
 
 class LogLevel(enum.Enum):
+    """The least severe level that is logged."""
+
     DEBUG = "debug"
     INFO = "info"
     WARNING = "warning"
@@ -56,7 +58,9 @@ def configure_logs(service: str, level: LogLevel, style: LogFormat) -> None:
 
 
 def _says_more_than_that_a_peer_left(record: logging.LogRecord) -> bool:
-    """Returns False for tracebacks that grpc.aio logs when a client disconnects during a write."""
+    """Returns False for tracebacks that grpc.aio logs when a client disconnects during a write.
+    Such a traceback is not needed, since the disconnection also ends the call with an error.
+    """
     error = record.exc_info[0] if record.exc_info else None
     return error is None or error.__name__ != _WRITE_FAILED
 
@@ -64,10 +68,11 @@ def _says_more_than_that_a_peer_left(record: logging.LogRecord) -> bool:
 class _LinesHandler(logging.StreamHandler[TextIO]):
     """Writes the lines of one event loop iteration together, right after the iteration.
 
-    Each write is a system call, and a busy server logs several calls in an iteration. All other
-    lines are written at once, after the delayed lines, since they help to analyse a failed process.
-    Lines that cannot be written, for example because of a full disk, are counted, and the count is
-    logged later.
+    Each write is a system call, and a busy server logs several calls in an iteration. Only lines of
+    level info are delayed. All other lines are written at once, after the delayed lines, since they
+    help to analyse a failed process. Lines from threads without an event loop are also written at
+    once. Lines that cannot be written, for example because of a full disk, are counted, and the
+    count is logged later.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -75,7 +80,7 @@ class _LinesHandler(logging.StreamHandler[TextIO]):
         self._lines = LineStream(stream, self._gap)
         self._waiting: list[str] = []
         self._loop: asyncio.AbstractEventLoop | None = None
-        """The event loop that will write the delayed lines."""
+        """The event loop that will write the delayed lines. None if no line is delayed."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -105,6 +110,7 @@ class _LinesHandler(logging.StreamHandler[TextIO]):
     def _gap(self, message: str) -> str:
         fields = {"name": __name__, "levelno": logging.WARNING, "levelname": "WARNING"}
         record = logging.makeLogRecord(fields | {"msg": message})
+        # In an empty context, since REQUEST_FIELDS of the current context are one request's.
         return Context().run(self.format, record) + self.terminator
 
 
@@ -117,7 +123,7 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
     """The fields of a line, which are the fields in `extra` and the fields of the request being
-    served.
+    served. If these fields have no trace id, the ids of the current trace and span are added.
     """
     fields = {key: value for key, value in vars(record).items() if key not in _STANDARD}
     fields.update(REQUEST_FIELDS.get() or {})

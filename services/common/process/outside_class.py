@@ -10,7 +10,7 @@ from services.common.process.settings import Check
 
 
 class NotLoadable(ValueError):
-    """A class cannot be loaded."""
+    """A class cannot be loaded. The message continues a sentence that begins with the setting."""
 
 
 def is_outside(name: str) -> bool:
@@ -19,15 +19,15 @@ def is_outside(name: str) -> bool:
 
 @lru_cache
 def load_class(name: str, *members: str) -> type:
-    """Returns the class `package.module:Class`. It must have the attributes `members`. Raises
-    NotLoadable.
+    """Returns the class `package.module:Class`. It must have the attributes `members`. The module
+    may be in the current directory, as with `python -m`. Raises NotLoadable.
     """
     module_name, _, class_name = name.partition(":")
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
     try:
         found = getattr(import_module(module_name), class_name)
-    except Exception as error:
+    except Exception as error:  # importing a module can raise any error
         why = str(error) or type(error).__name__
         raise NotLoadable(f"must name a class that can be imported ({why})") from error
     missing = [member for member in members if not hasattr(found, member)]

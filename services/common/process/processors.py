@@ -10,8 +10,8 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Processor:
-    """`core` is the lowest number of the processors on the same physical core. `node` is the number
-    of the processor's NUMA node.
+    """A logical processor. `core` is the lowest number of the processors on the same physical core.
+    `node` is the number of the processor's NUMA node.
     """
 
     number: int
@@ -22,7 +22,7 @@ class Processor:
 @dataclass(frozen=True, slots=True)
 class Processors:
     """The processors that a process may use, in ascending order. `quota` limits the processor time
-    in seconds per second.
+    in seconds per second. None means no limit.
     """
 
     allowed: tuple[Processor, ...]
@@ -37,14 +37,15 @@ class Processors:
         return len({processor.core for processor in self.allowed})
 
     def within_quota(self, number: int) -> int:
-        """The quota is rounded up, as in the Go runtime and the JVM, since with a quota of 1.5 a
-        single thread would leave a third unused.
+        """The number of threads, at most `number`, that can use the whole quota. The quota is
+        rounded up, as in the Go runtime and the JVM, since with a quota of 1.5 a single thread
+        would leave a third unused.
         """
         return number if self.quota is None else min(number, max(math.ceil(self.quota), 1))
 
 
 def usable_processors(root: Path = Path("/")) -> Processors:
-    """The processors that this process may use."""
+    """The processors that this process may use. `root` is the directory with `proc` and `sys`."""
     proc, system = root / "proc", root / "sys/devices/system"
     online = cpu_list(read_text(system / "cpu/online"))
     allowed = cpu_list(_status(proc, "Cpus_allowed_list")) or os.sched_getaffinity(0)
@@ -59,6 +60,7 @@ def usable_processors(root: Path = Path("/")) -> Processors:
 
 
 def cpu_list(text: str) -> set[int]:
+    """Parses a list of processors in the kernel's format, such as 0-3,8."""
     numbers = set[int]()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -68,7 +70,8 @@ def cpu_list(text: str) -> set[int]:
 
 def control_groups(proc: Path, cgroup: Path, controller: str) -> list[Path]:
     """The directories that may contain the controller's limits: the directories of this process's
-    control group and of all groups above it, in both versions of control groups.
+    control group and of all groups above it, in both versions of control groups. The root directory
+    is included, because a container's limits are there.
     """
     groups = [cgroup, cgroup / controller]
     for line in read_text(proc / "self/cgroup").splitlines():
@@ -76,7 +79,8 @@ def control_groups(proc: Path, cgroup: Path, controller: str) -> list[Path]:
         if hierarchy == "0":
             roots = [cgroup]
         elif controller in controllers.split(","):
-            # Version 1 mounts several controllers under a joint name.
+            # Version 1 mounts several controllers under a joint name. Only most systems also have a
+            # link under each controller's name, so both names are tried.
             roots = [cgroup / controller, cgroup / controllers]
         else:
             continue
@@ -87,6 +91,7 @@ def control_groups(proc: Path, cgroup: Path, controller: str) -> list[Path]:
 
 
 def read_text(path: Path) -> str:
+    """A file's text, or empty text if the file cannot be read."""
     try:
         return path.read_text()
     except OSError:
@@ -99,6 +104,7 @@ def _status(proc: Path, key: str) -> str:
 
 
 def _core(number: int, devices: Path) -> int:
+    """The lowest processor on the same core, or `number` if the kernel lists no siblings."""
     topology = devices / f"cpu{number}" / "topology"
     siblings = cpu_list(
         read_text(topology / "core_cpus_list") or read_text(topology / "thread_siblings_list")
@@ -107,7 +113,7 @@ def _core(number: int, devices: Path) -> int:
 
 
 def _nodes(devices: Path) -> dict[int, int]:
-    """The NUMA node of each processor."""
+    """The NUMA node of each processor. Empty if the kernel lists no nodes."""
     return {
         processor: int(directory.name.removeprefix("node"))
         for directory in devices.glob("node[0-9]*")

@@ -59,6 +59,7 @@ class ServiceSettings:
 
 
 def allowed_names() -> Any:
+    """Defines the setting `allowed_names` of a service that is called by other services."""
     return setting(
         (),
         doc="subject alternative names, comma-separated; the certificate of a service that calls "
@@ -67,6 +68,7 @@ def allowed_names() -> Any:
 
 
 def server_name() -> Any:
+    """Defines the setting `server_name` of a service that calls other services."""
     return setting(
         None,
         doc="name that the certificates of called services must have, if the name differs from "

@@ -29,6 +29,8 @@ from services.common.process.standard_streams import complain, drop_unwritten
 
 
 class IsDataclass(Protocol):
+    """Any dataclass."""
+
     __dataclass_fields__: typing.ClassVar[dict[str, Any]]
 
 
@@ -39,6 +41,7 @@ _CLIENT_VARIABLES = frozenset(
     f"STEPWELL_{name}"
     for name in ("URL", "API_KEY", "ADMIN_URL", "ADMIN_KEY", "CA_FILE", "CERT_FILE", "KEY_FILE")
 )
+"""Variables of client and operator commands."""
 _BOOLEANS = {
     **dict.fromkeys(("1", "true", "yes", "on"), True),
     **dict.fromkeys(("0", "false", "no", "off"), False),
@@ -49,7 +52,7 @@ Check = Callable[[Any], str | None]
 
 
 class SettingError(ValueError):
-    """A setting is invalid."""
+    """A setting is invalid. The message has the setting's name and the reason."""
 
 
 def setting(
@@ -62,13 +65,15 @@ def setting(
 ) -> Any:
     """Defines a field of a settings class. A setting without a default is required. `check` returns
     what is wrong with a value ("must be at least 1"), or None. A secret can be read from a file.
-    `read` parses the value's text. `read` raises ValueError with a sentence.
+    `read` parses the value's text. By default the field's type determines how it is parsed. `read`
+    raises ValueError with a sentence.
     """
     metadata = {"doc": doc, "check": check, "is_secret": is_secret, "read": read}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def with_default(base: type[IsDataclass], name: str, default: Any) -> Any:
+    """Defines the field `name` of `base` again, with another default, in a subclass."""
     return dataclasses.field(default=default, metadata=getattr(base, _FIELDS)[name].metadata)
 
 
@@ -83,7 +88,7 @@ def between(low: float, high: float) -> Check:
 
 
 def one_of(names: Collection[str]) -> Check:
-    """Names can still be added to `names` later."""
+    """Returns a check that a text is in `names`. Names can still be added to `names` later."""
     return lambda value: None if value in names else f"must be one of {', '.join(names)}"
 
 
@@ -115,6 +120,7 @@ def load_settings(
 
 
 def exit_with(sentence: str, status: int = 2) -> NoReturn:
+    """Ends the process with one sentence on standard error."""
     complain(sentence)
     drop_unwritten(sys.stderr)
     raise SystemExit(status)
@@ -151,8 +157,8 @@ def parse_settings(
 
 
 def _variables(cls: type[IsDataclass], service: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Raises SettingError for a variable that no program reads, or a secret's file that cannot be
-    read.
+    """Maps field names to the values of environment variables. Raises SettingError for a variable
+    that no program reads, or a secret's file that cannot be read.
     """
     fields = dataclasses.fields(cls)
     names = {variable_name(service, field.name): field.name for field in fields}
@@ -182,7 +188,7 @@ def _require_known(service: str, environ: Mapping[str, str], known: Collection[s
 
 
 def _secret(variable: str, path: Path) -> str:
-    """For a list of secrets, each word of the file is one item."""
+    """Reads a secret from a file. For a list of secrets, each word of the file is one item."""
     try:
         return ",".join(path.read_text().split())
     except (OSError, UnicodeDecodeError) as error:
@@ -191,7 +197,7 @@ def _secret(variable: str, path: Path) -> str:
 
 
 def validate(settings: IsDataclass) -> None:
-    """Raises SettingError for the first field whose check fails."""
+    """Runs the check of every field. Raises SettingError for the first failure."""
     for field in dataclasses.fields(settings):
         value, check = getattr(settings, field.name), field.metadata.get("check")
         complaint = check(value) if check is not None and value is not None else None
@@ -210,6 +216,7 @@ def variable_name(service: str, field_name: str) -> str:
 
 
 def env_prefix(service: str) -> str:
+    """The common prefix of the names of a service's environment variables."""
     return f"STEPWELL_{service.upper()}_"
 
 
@@ -258,6 +265,7 @@ def _metavar(kind: Any) -> str:
 
 
 def without_none(hint: Any) -> Any:
+    """Returns the type X of a type hint `X | None`."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return next(arg for arg in typing.get_args(hint) if arg is not type(None))
     return hint
@@ -293,6 +301,7 @@ def _convert(text: str | bool, kind: Any, name: str) -> Any:
 
 
 def as_text(value: Any) -> str:
+    """Formats a value as the text that a flag or an environment variable would have."""
     if isinstance(value, enum.Enum):
         return str(value.value)
     if isinstance(value, tuple):

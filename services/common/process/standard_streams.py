@@ -8,7 +8,7 @@ from typing import TextIO
 
 
 def complain(sentence: str) -> None:
-    """A failure to write is ignored."""
+    """Writes a sentence to standard error. A failure to write is ignored."""
     with suppress(OSError):
         print(sentence, file=sys.stderr)
 

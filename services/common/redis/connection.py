@@ -28,7 +28,7 @@ CALL_SECONDS = 0.5
 FIRST_CALL_SECONDS = 1.0
 
 T = TypeVar("T")
-Client = Any
+Client = Any  # Redis or RedisCluster. Both have the methods that are used.
 
 _REFUSED = (
     exceptions.AuthenticationError,
@@ -67,12 +67,12 @@ class RedisConnection:
         self._connecting = asyncio.Lock()
 
     async def call(self, use: Callable[[Client], Awaitable[T]], seconds: float = CALL_SECONDS) -> T:
-        """Raises RedisUnavailable on failure or timeout."""
+        """Returns the result of `use(client)`. Raises RedisUnavailable on failure or timeout."""
         try:
             async with asyncio.timeout(seconds):
                 answer = await use(await self._connected())
         # Every error is caught, because redis-py does not document all errors that it can raise
-        # while a cluster changes.
+        # while a cluster changes. Every error means that the call has failed.
         except Exception as error:
             _raise_if_cancelled()
             raise RedisUnavailable(f"Redis at {self.name}: {_text(error)}") from error
@@ -130,7 +130,7 @@ class RedisConnection:
 
 
 def why_unusable(error: BaseException) -> str | None:
-    """Explains what is wrong with URL, password or certificate."""
+    """Explains what is wrong with URL, password or certificate. None if a retry may succeed."""
     for cause in _causes(error):
         if isinstance(cause, _REFUSED):
             return f"Redis refuses user or password ({cause})"
@@ -151,7 +151,7 @@ def why_unusable(error: BaseException) -> str | None:
 async def _is_cluster(client: Redis) -> bool:
     try:
         return bool((await client.info("cluster")).get("cluster_enabled"))
-    except exceptions.NoPermissionError:
+    except exceptions.NoPermissionError:  # the Redis user may not run INFO
         return False
 
 
@@ -169,6 +169,7 @@ def _raise_if_cancelled() -> None:
 
 
 def _text(error: BaseException) -> str:
+    """The text of an error in one line, without the command with which pipeline errors begin."""
     if isinstance(error, TimeoutError):
         return "no answer in time"
     return str(error).rpartition("caused error: ")[2] or repr(error)

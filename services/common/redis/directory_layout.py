@@ -25,12 +25,13 @@ from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup
 from services.common.pool.kv_directory import Digest, KeyBatch, NodeLease, NodeRecord, NodeSnapshot
 
 FIELD = b"b"
+"""The name of a log entry's only field."""
 
 _CRC = struct.Struct("<I")
-_BATCH = struct.Struct("<BBQQI")
+_BATCH = struct.Struct("<BBQQI")  # version, flags, epoch, sequence, number of added keys
 _DIGEST = struct.Struct("<IQ")
-_LEASE = struct.Struct("<BQQIQ")
-_SNAPSHOT = struct.Struct("<BQQB")
+_LEASE = struct.Struct("<BQQIQ")  # version, epoch, sequence, count, xor
+_SNAPSHOT = struct.Struct("<BQQB")  # version, epoch, sequence, length of the log entry's id
 _LOG_ID = re.compile(rb"[0-9]{1,19}-[0-9]{1,20}")
 _VERSION = 1
 _HAS_DIGEST = 1
@@ -42,11 +43,13 @@ class DamagedValue(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class DirectoryKeys:
+    """The names of the Redis keys of one model."""
+
     prefix: str
 
     @classmethod
     def of(cls, fingerprint: bytes) -> "DirectoryKeys":
-        """They contain 64 bits of the model's fingerprint."""
+        """Returns the names for a model. They contain 64 bits of the model's fingerprint."""
         return cls(f"kvd:{{{fingerprint[:8].hex()}}}")
 
     @property
@@ -65,7 +68,7 @@ class DirectoryKeys:
         return f"{self.prefix}:lease:{node}"
 
     def snapshot(self, node: str, epoch: int) -> str:
-        """No other epoch overwrites that key."""
+        """The name of the key with an epoch's snapshot. No other epoch overwrites that key."""
         return f"{self.prefix}:snap:{node}:{epoch}"
 
 
@@ -117,7 +120,7 @@ def lease_from_bytes(value: bytes) -> NodeLease:
 
 
 def snapshot_to_bytes(snapshot: NodeSnapshot, keys: Sequence[int]) -> Generator[None, None, bytes]:
-    """Yields periodically, so that other tasks can run."""
+    """Encodes a snapshot. Yields periodically, as `pack_key_set` does."""
     log_id = snapshot.log_id.encode()
     head = _SNAPSHOT.pack(_VERSION, snapshot.epoch, snapshot.sequence, len(log_id))
     packed = yield from packed_keys.pack_key_set(keys)

@@ -38,7 +38,10 @@ return redis.call('ZRANGEBYSCORE', KEYS[1], string.format('(%.0f', now), '+inf')
 
 @dataclass(frozen=True, slots=True)
 class RegisteredReplica:
+    """The record of a scheduler process in the registry."""
+
     address: str
+    """The address for gateways: host:port or unix:PATH."""
     node: str
     """The unique name of the scheduler's pool in the directory of cached prefixes."""
 
@@ -55,18 +58,19 @@ class FleetRegistry:
         self._damaged: set[bytes] = set()
 
     async def renew(self, replica: RegisteredReplica) -> None:
+        """Registers a replica for the duration of one lease."""
         record = record_to_bytes(replica)
         await self._redis.call(
             lambda client: client.eval(_RENEW, 1, self._key, record, self._lease_millis)
         )
 
     async def remove(self, replica: RegisteredReplica, seconds: float = CALL_SECONDS) -> None:
-        """Does nothing if the replica is not registered."""
+        """Removes a replica. Does nothing if the replica is not registered."""
         record = record_to_bytes(replica)
         await self._redis.call(lambda client: client.zrem(self._key, record), seconds)
 
     async def replicas(self) -> list[RegisteredReplica]:
-        """Only replicas with a valid lease. Logs each invalid record once."""
+        """Returns the replicas with a valid lease. Logs each invalid record once."""
         records = await self._redis.call(lambda client: client.eval(_READ, 1, self._key))
         found = []
         for record in records:
@@ -83,7 +87,7 @@ class FleetRegistry:
 
 
 def record_to_bytes(replica: RegisteredReplica) -> bytes:
-    """Equal records have equal bytes."""
+    """Encodes a record. Equal records have equal bytes."""
     values = {"address": replica.address, "node": replica.node}
     return json.dumps(values, separators=(",", ":")).encode()
 

@@ -21,7 +21,7 @@ def is_redis_url(value: str) -> str | None:
             return None if parts.path else _FORM
         if parts.scheme not in _SCHEMES or not parts.hostname or parts.port == 0:
             return _FORM
-    except ValueError:
+    except ValueError:  # an invalid port, or unbalanced brackets
         return _FORM
     return None
 
@@ -37,5 +37,6 @@ def missing_file(url: str) -> str | None:
 
 
 def without_secrets(url: str) -> str:
+    """The URL without user, password and query, for logs and errors."""
     parts = urlsplit(url)
     return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()

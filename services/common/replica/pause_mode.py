@@ -1,4 +1,4 @@
-"""Modes in which an operator pauses a replica."""
+"""Modes in which an operator pauses a replica. They differ in what happens to its requests."""
 
 from enum import Enum
 
@@ -7,6 +7,8 @@ class PauseMode(Enum):
     """vLLM's modes of /pause."""
 
     KEEP = "keep"
+    """Unfinished requests continue after the pause."""
     ABORT = "abort"
+    """Unfinished requests are aborted."""
     WAIT = "wait"
     """Running requests finish first. No other request is admitted."""

@@ -24,8 +24,8 @@ _CHUNK_BYTES = 2**20
 
 
 def adapter_digest(directory: Path) -> bytes:
-    """SHA-256 over the names, sizes and contents of the adapter's files, 32 bytes. Raises OSError
-    if a file is not a regular file or cannot be read.
+    """SHA-256 over the names, sizes and contents of the adapter's files, 32 bytes. The digest does
+    not depend on the directory. Raises OSError if a file is not a regular file or cannot be read.
     """
     digest = hashlib.sha256()
     for name in (CONFIG_FILE, WEIGHTS_FILE):

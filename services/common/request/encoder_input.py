@@ -6,7 +6,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class EncoderInput:
     """An item that occupies `length` prompt tokens from position `offset` on. `embeds` lists the
-    positions in the item at which an embedding replaces the token.
+    positions in the item at which an embedding replaces the token. None means all positions.
     """
 
     identifier: str
@@ -22,6 +22,7 @@ class EncoderInput:
 
     @property
     def num_embeds(self) -> int:
+        """The number of embeddings that the encoder computes for the item."""
         return self.length if self.embeds is None else len(self.embeds)
 
     def has_embeds_between(self, start: int, end: int) -> bool:

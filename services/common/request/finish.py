@@ -1,5 +1,5 @@
-"""The rules by which a request ends after an output token. The gateway applies them if a scheduler
-was lost before it sent the finish reason.
+"""The rules by which a request ends after an output token. The scheduler ends requests by these
+rules. The gateway applies them if a scheduler was lost before it sent the finish reason.
 """
 
 import enum
@@ -11,7 +11,7 @@ from services.common.request.sampling import SamplingParams
 
 
 class FinishReason(enum.Enum):
-    """Why a request ended."""
+    """Why a request ended. OpenAI's API and vLLM have some of these reasons, by the same names."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -27,9 +27,9 @@ class FinishReason(enum.Enum):
     `kv_load_failure_policy` does not permit computing them instead.
     """
     ERROR = "error"
-    """An error of this request alone."""
+    """An error of this request alone. A message describes it."""
     GRAMMAR_ERROR = "grammar_error"
-    """The output's grammar cannot be compiled or became too complex."""
+    """The output's grammar cannot be compiled or became too complex. A message explains why."""
     NO_CONFORMING_TOKEN = "no_conforming_token"
     """No token conforms to the grammar and is permitted by the other parameters."""
     QUEUE_TIMEOUT = "queue_timeout"
@@ -37,6 +37,7 @@ class FinishReason(enum.Enum):
 
 
 CLIENT_ERRORS = frozenset({FinishReason.GRAMMAR_ERROR, FinishReason.NO_CONFORMING_TOKEN})
+"""Finish reasons with a message that names the invalid field, `structured_outputs`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,8 @@ class Finish:
 def ending_token_ids(sampling: SamplingParams) -> frozenset[int]:
     """Tokens that end a sequence: the EOS tokens and the client's stop tokens. Requests with equal
     ending tokens share one set object, because each step looks up each request's new tokens in the
-    request's set.
+    request's set. With a set object for each of a thousand requests, most look-ups would miss the
+    processor's caches.
     """
     return _token_set((*sampling.eos_token_ids, *sampling.stop_token_ids))
 
@@ -69,8 +71,9 @@ def append_until_end(
     sampling: SamplingParams,
 ) -> Finish | None:
     """Appends new tokens to a sequence (prompt and output), up to the first token that ends the
-    sequence. Returns how the sequence ends, or None if it continues. The checks are in vLLM's
-    order: Before `min_tokens` output tokens, only the length limit ends a sequence.
+    sequence. Returns how the sequence ends, or None if it continues. `ending` is
+    `ending_token_ids(sampling)`. The checks are in vLLM's order: EOS, stop tokens, length,
+    repetition. Before `min_tokens` output tokens, only the length limit ends a sequence.
     """
     repetition = sampling.repetition_detection
     for token_id in new_token_ids:

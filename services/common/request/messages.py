@@ -28,7 +28,7 @@ _KINDS = ProtoEnum(
 
 
 def structured_outputs_from_proto(message: common_pb2.StructuredOutputs) -> StructuredOutputs:
-    """Raises InvalidArgument for an unknown kind."""
+    """Converts a message, without validation. Raises InvalidArgument for an unknown kind."""
     kind = _KINDS.from_proto(message.kind)
     if kind is None:
         raise invalid("kind is not set, or unknown")
@@ -78,7 +78,7 @@ def pooling_to_proto(params: PoolingParams | None) -> common_pb2.PoolingParams |
 
 
 def pooler_from_proto(message: common_pb2.Pooler) -> Pooler | None:
-    """Returns None if a type is unset or unknown."""
+    """Converts a message to a pooler. Returns None if a type is unset or unknown."""
     task, kind = _TASKS.from_proto(message.task), _TYPES.from_proto(message.pooling_type)
     if task is None or kind is None:
         return None
@@ -109,7 +109,7 @@ _DTYPES = ProtoEnum(EmbedsDtype, common_pb2.EmbedsDtype, "EMBEDS_DTYPE_")
 
 
 def prompt_embeds_from_proto(message: common_pb2.PromptEmbeds) -> PromptEmbeds:
-    """Raises InvalidArgument for an unknown number type."""
+    """Converts a message to a matrix. Raises InvalidArgument for an unknown number type."""
     dtype = _DTYPES.from_proto(message.dtype)
     if dtype is None:
         raise InvalidArgument("prompt_embeds.dtype is not set", field="prompt_embeds.dtype")
@@ -153,7 +153,7 @@ _DEFAULT_VALUES = _values_of(_DEFAULTS)
 def sampling_from_proto(
     message: common_pb2.SamplingParams, defaults: SamplingParams = _DEFAULTS
 ) -> SamplingParams:
-    """Absent fields are as in `defaults`."""
+    """Converts a message to parameters, without validation. Absent fields are as in `defaults`."""
     given: dict[str, Any] = {
         field.name: _READERS[field.name](value) if field.name in _READERS else value
         for field, value in message.ListFields()
@@ -162,7 +162,7 @@ def sampling_from_proto(
 
 
 def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
-    """Parameters with default values are omitted."""
+    """Converts parameters to their message. Parameters with default values are omitted."""
     given: dict[str, Any] = {
         name: _WRITERS[name](value) if name in _WRITERS else value
         for name, value, default in zip(_NAMES, _values_of(params), _DEFAULT_VALUES, strict=True)
@@ -189,6 +189,7 @@ _READERS: dict[str, Callable[[Any], object]] = {
         message.begins_inside,
     ),
 }
+"""Maps each field of SamplingParams that needs a conversion to the function that converts it."""
 
 _WRITERS: dict[str, Callable[[Any], object]] = {
     "bad_words": lambda words: [common_pb2.TokenIds(ids=word) for word in words],
@@ -196,3 +197,4 @@ _WRITERS: dict[str, Callable[[Any], object]] = {
     "structured_outputs": structured_outputs_to_proto,
     "thinking_budget": lambda budget: common_pb2.ThinkingBudget(**asdict(budget)),
 }
+"""Maps each field that the proto stores as messages to the function that creates them."""

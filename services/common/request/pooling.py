@@ -7,24 +7,28 @@ from services.common.errors import InvalidArgument
 
 
 class PoolingTask(enum.Enum):
-    """The result that a model computes for a whole prompt."""
+    """The result that a model computes for a whole prompt. The values are vLLM's names."""
 
     EMBED = "embed"
+    """An embedding vector of the prompt."""
     CLASSIFY = "classify"
-    """A number for each class."""
+    """A number for each class. A model with one class computes a score."""
 
 
 class PoolingType(enum.Enum):
     """The hidden states of a prompt from which the vector is computed."""
 
     CLS = "CLS"
+    """The hidden state of the first token."""
     LAST = "LAST"
+    """The hidden state of the last token."""
     MEAN = "MEAN"
+    """The mean of all hidden states."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolingParams:
-    """How the vector of one prompt is computed.
+    """How the vector of one prompt is computed. The names are vLLM's.
 
     * `dimensions`: the length to which the vector is truncated. None keeps all numbers.
     * `use_activation`: whether embeddings are normalized, or a sigmoid or softmax is applied to
@@ -49,7 +53,7 @@ class Pooler:
     may_shorten: bool = False
     """Whether vectors may be truncated (Matryoshka embeddings; Kusupati et al., 2022)."""
     matryoshka_dimensions: tuple[int, ...] = ()
-    """The permitted lengths of truncated vectors."""
+    """The permitted lengths of truncated vectors. Empty permits any length."""
     takes_whole_prompts: bool = False
     """Whether tokens attend to later tokens, so that a prompt must be computed in one step."""
 
@@ -59,6 +63,7 @@ class Pooler:
         return self.pooling_type is PoolingType.LAST and not self.takes_whole_prompts
 
     def check(self, params: PoolingParams, num_tokens: int) -> None:
+        """Raises InvalidArgument if the parameters are invalid for this model and prompt length."""
         wanted = params.dimensions
         if params.num_first_text_tokens > num_tokens:
             raise InvalidArgument(

@@ -12,6 +12,7 @@ MAX_KEEP_SECONDS = 3600
 
 
 def joined_tools(names: Iterable[str]) -> str:
+    """Joins the names of the tools that run after a turn into one name."""
     return ",".join(sorted(set(names))).encode()[:MAX_TOOL_BYTES].decode(errors="ignore")
 
 
@@ -25,8 +26,9 @@ class DeclaredProgram:
     parent_id: str = ""
     """The id of the program that started this program and waits for it."""
     tool: str = ""
-    """The name of the tool that runs after the turn."""
+    """The name of the tool that runs after the turn. If empty, the output's tool calls name it."""
     ends: bool = False
+    """Whether the turn is the program's last."""
     keep_seconds: int = 0
     """For how long the turn's KV blocks are kept for the next turn, at most MAX_KEEP_SECONDS."""
 

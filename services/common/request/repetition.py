@@ -25,11 +25,13 @@ class RepetitionDetection:
     def of(
         cls, max_pattern_size: int, min_pattern_size: int, min_count: int
     ) -> "RepetitionDetection | None":
+        """Creates a rule from a client's values, or None if both sizes are 0."""
         if max_pattern_size == min_pattern_size == 0:
             return None
         return cls(max_pattern_size, min_pattern_size or 1, min_count)
 
     def validate(self) -> None:
+        """Raises InvalidArgument if a size or the count is out of range."""
         if not 0 <= self.max_pattern_size <= MAX_PATTERN_SIZE:
             raise _invalid(
                 "max_pattern_size", f"is {self.max_pattern_size}, not in [0, {MAX_PATTERN_SIZE}]"
@@ -44,6 +46,7 @@ class RepetitionDetection:
             raise _invalid("min_count", f"is {self.min_count}, not in [2, {MAX_COUNT}]")
 
     def found_at_end(self, token_ids: Sequence[int], start: int) -> bool:
+        """Whether the tokens from `start` on end with a repetition that this rule detects."""
         num_output = len(token_ids) - start
         longest = min(self.max_pattern_size, num_output // self.min_count)
         return any(
@@ -52,8 +55,9 @@ class RepetitionDetection:
         )
 
     def _repeats(self, token_ids: Sequence[int], size: int) -> bool:
-        """Then each token of the repetitions after the first one equals the token `size` positions
-        before. Increasingly long parts at the end are compared until the first difference.
+        """Whether the tokens end with `min_count` repetitions of a pattern of `size` tokens. Then
+        each token of the repetitions after the first one equals the token `size` positions before.
+        Increasingly long parts at the end are compared until the first difference.
         """
         end, wanted, length = len(token_ids), size * (self.min_count - 1), 1
         while length < wanted:

@@ -23,6 +23,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "top_k": (0, MAX_INT32),
     "min_tokens": (0, MAX_INT32),
 }
+"""Maps the name of each numeric parameter with two limits to its minimum and its maximum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class SamplingParams:
 
     @property
     def penalises(self) -> bool:
+        """Whether earlier occurrences of a token change its logit."""
         return (
             self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0
@@ -63,7 +65,9 @@ class SamplingParams:
         )
 
     def validate(self, vocab_size: int) -> None:
-        """Raises InvalidArgument, which names the first invalid field."""
+        """Raises InvalidArgument, which names the first invalid field. Values out of range, NaN,
+        unknown token ids, and combinations that leave no token to sample are invalid.
+        """
         if self.max_tokens is not None and self.max_tokens < 1:
             raise _invalid("max_tokens", f"must be at least 1, not {self.max_tokens}")
         self._validate_numbers(vocab_size)

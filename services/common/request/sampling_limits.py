@@ -29,6 +29,7 @@ def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
 
 
 def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raises InvalidArgument if a token id is outside a vocabulary of `vocab_size` tokens."""
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
         raise InvalidArgument(
@@ -38,6 +39,7 @@ def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> Non
 
 
 def check_bad_words(sizes: Sequence[int]) -> None:
+    """Raises InvalidArgument for too many token sequences, or too many tokens in total."""
     for size, most in ((len(sizes), 2 * MAX_BAD_WORDS), (sum(sizes), MAX_BAD_WORDS_TOKENS)):
         if size > most:
             raise InvalidArgument(

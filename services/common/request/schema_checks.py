@@ -8,7 +8,9 @@ from urllib.parse import quote, unquote
 from services.common.request.structured_outputs import invalid
 
 _MAX_PARTS = 10_000
-"""Limit on the schema parts that are examined to find out whether an instance exists."""
+"""Limit on the schema parts that are examined to find out whether an instance exists. If the limit
+is reached, an instance is assumed to exist.
+"""
 _ALTERNATIVES = ("anyOf", "oneOf")
 
 
@@ -36,7 +38,9 @@ class _Checks:
         self._num_left = _MAX_PARTS
 
     def check_counts(self) -> None:
-        """An output could satisfy such a schema by repeating one name."""
+        """Raises InvalidArgument if `minProperties` requires more than one property besides those
+        in `required`. An output could satisfy such a schema by repeating one name.
+        """
         seen: set[int] = set()
         left: list[object] = [self._root]
         while left:
@@ -79,6 +83,7 @@ class _Checks:
             yield from _list(schema, "prefixItems")[:1] or [schema.get("items")]
 
     def _together(self, schema: object, seen: set[int]) -> Iterator[Mapping[str, Any]]:
+        """The schema, and all schemas that apply to the same value (`allOf` and `$ref`)."""
         if not isinstance(schema, Mapping) or id(schema) in seen:
             return
         seen.add(id(schema))
@@ -107,6 +112,7 @@ def _check_count(together: list[Mapping[str, Any]]) -> None:
 
 
 def _inside(schema: Mapping[str, Any]) -> Iterator[object]:
+    """The subschemas that apply to nested values or that are alternatives for the same value."""
     for name in ("properties", "patternProperties"):
         values = schema.get(name)
         yield from values.values() if isinstance(values, Mapping) else ()
@@ -130,15 +136,18 @@ def _is_name(name: object) -> bool:
 
 
 _SAFE = "/!$&'()*+,;=:@?-._~"
+"""Characters that need no percent-encoding in a URI fragment (RFC 3986)."""
 
 
 _NO_CODE = re.compile("%(?![0-9A-Fa-f]{2})")
 _INSTANCES = frozenset({"const", "enum"})
+"""Keywords whose values are not schemas."""
 
 
 def find_ref(root: object, ref: str) -> tuple[object, list[str]] | None:
     """Returns the part of a schema that a reference names, and the part's path. None if the part
-    does not exist.
+    does not exist. Names may be percent-encoded. As in ajv and jsonschema, the decoded name is
+    looked up first, then the name as written.
     """
     if not ref.startswith("#"):
         return None
@@ -154,6 +163,7 @@ def find_ref(root: object, ref: str) -> tuple[object, list[str]] | None:
 
 
 def with_encoded_refs(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the schema with references to its own parts encoded as URIs."""
     changed = _encoded(schema, schema)
     assert isinstance(changed, Mapping)
     return changed

@@ -1,4 +1,4 @@
-"""Seeds of the answers to one request."""
+"""Seeds of the answers to one request. A request has `n` answers to each of its prompts."""
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -16,10 +16,10 @@ def answer_seed(given: int | None, drawn: int, prompt: int, child: int, n: int) 
 
 
 def child_seed(seed: int, child: int) -> int:
-    """The seed of answer number `child` among the answers that are derived from `seed`. The other
-    seeds are outputs of SplitMix64 (Steele, Lea and Flood, 2014), which differ for all answers.
-    vLLM adds the answer's number to the seed instead, so that requests with neighbouring seeds have
-    common answers.
+    """The seed of answer number `child` among the answers that are derived from `seed`. The first
+    answer has the seed itself. The other seeds are outputs of SplitMix64 (Steele, Lea and Flood,
+    2014), which differ for all answers. vLLM adds the answer's number to the seed instead, so that
+    requests with neighbouring seeds have common answers.
     """
     if child == 0:
         return seed & _MASK

@@ -13,8 +13,9 @@ MAX_DEPTH = 64
 MAX_NODES = 10_000
 MAX_CHOICES = 4096
 KEPT_GRAMMARS = 32
+"""The number of recent grammars that a worker caches besides grammars that compile slowly."""
 JSON_OPTIONS = {
-    # Whitespace between two JSON tokens.
+    # Whitespace between two JSON tokens. Without a limit a model could output it endlessly.
     "whitespace_pattern": r"[ \n\t]{1,80}",
     # Rejects schemas that cannot be enforced exactly, even if a schema sets `lenient` itself.
     "lenient": False,
@@ -24,7 +25,7 @@ JSON_OPTIONS = {
 
 
 class StructuredOutputsKind(enum.Enum):
-    """Kinds of formats, with the meaning of `StructuredOutputs.text`."""
+    """Kinds of formats, with the meaning of `StructuredOutputs.text`. The names are vLLM's."""
 
     JSON = "json"
     """A JSON Schema, which is a JSON object."""
@@ -44,7 +45,8 @@ class StructuredOutputs:
     text: str
 
     def validate(self) -> None:
-        """Raises InvalidArgument if the text is empty or exceeds a size limit. Every service
+        """Raises InvalidArgument if the text is empty or exceeds a size limit. The limits apply to
+        the number of bytes and, for JSON, to the number of values and their depth. Every service
         validates every request, so recent results are cached.
         """
         _validate(self)
@@ -60,6 +62,7 @@ class StructuredOutputs:
 
 
 def invalid(problem: str) -> InvalidArgument:
+    """Creates the error for a request whose `structured_outputs` has this problem."""
     return InvalidArgument(f"{FIELD}: {problem}", field=FIELD)
 
 

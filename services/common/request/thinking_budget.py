@@ -20,7 +20,9 @@ class ThinkingBudget:
     begins_inside: bool = False
 
     def validate(self, check_tokens: Callable[[str, tuple[int, ...]], None]) -> None:
-        """`check_tokens(name, token_ids)` must raise it for ids outside the vocabulary."""
+        """Raises InvalidArgument for the first invalid field. `check_tokens(name, token_ids)` must
+        raise it for ids outside the vocabulary.
+        """
         if not 0 <= self.num_tokens <= MAX_TOKENS:
             raise _invalid("num_tokens", f"is {self.num_tokens}, not in [0, {MAX_TOKENS}]")
         for name, mark, least in (

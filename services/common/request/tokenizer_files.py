@@ -7,6 +7,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.tx
 
 
 def has_tokenizer(directory: Path) -> bool:
+    """Whether transformers can find a tokenizer in a directory."""
     names = ("tokenizer.json", "tokenizer_config.json")
     return any((directory / name).is_file() for name in names)
 

@@ -22,10 +22,12 @@ def split_host_port(address: str) -> tuple[str, int]:
 
 
 def join_host_port(host: str, port: int) -> str:
+    """Returns `host:port` as in URLs and gRPC, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_on_this_machine(address: str) -> bool:
+    """Whether the address is a loopback address or a Unix socket."""
     if is_unix_address(address):
         return True
     host, _ = split_host_port(address)
@@ -66,7 +68,7 @@ def is_wildcard(address: str) -> bool:
     host, _ = split_host_port(address)
     try:
         return ipaddress.ip_address(host).is_unspecified
-    except ValueError:
+    except ValueError:  # a host name, or an empty host
         return not host
 
 
@@ -89,7 +91,7 @@ def is_dns_address(value: str) -> str | None:
 
 def remove_abandoned(path: Path) -> None:
     """Removes the Unix socket of an ended process, so that the path can be bound again. Sockets
-    with a listening process are not removed.
+    with a listening process are not removed. Other kinds of files are not removed either.
     """
     if not path.is_socket():
         return

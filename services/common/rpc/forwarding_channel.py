@@ -11,7 +11,9 @@ from google.protobuf.message import DecodeError
 from grpc._cython import cygrpc
 
 UNDECODABLE = object()
+"""Replaces a message that cannot be decoded."""
 _STATUS_SECONDS = 1.0
+"""How long a failed write waits for the status with which its call ends."""
 
 
 def lenient(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
@@ -24,14 +26,14 @@ def lenient(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any
     def read(data: bytes) -> Any:
         try:
             return deserialize(data)
-        except (DecodeError, TypeError):
+        except (DecodeError, TypeError):  # TypeError: the call has ended without a message
             return UNDECODABLE
 
     return read
 
 
 class UndecodableAnswer(grpc.aio.AioRpcError):
-    """A message from the server cannot be decoded."""
+    """A message from the server cannot be decoded. The error's status is INTERNAL."""
 
     def __init__(self, method: str) -> None:
         details = f"a message of {method} cannot be decoded"
@@ -74,6 +76,7 @@ class CheckedCall:
             yield message
 
     def add_done_callback(self, callback: Callable[["CheckedCall"], object]) -> None:
+        """Makes the event loop call `callback` with this call when the call has ended."""
         self._call.add_done_callback(lambda _: callback(self))
 
     async def read(self) -> Any:
@@ -118,7 +121,8 @@ class ForwardingChannel(grpc.aio.Channel):
     @abstractmethod
     def renew(self) -> None:
         """Makes the next call use a new connection, because a broken connection may seem intact
-        while its packets are lost. Running calls continue on the old connection.
+        while its packets are lost. Running calls continue on the old connection. Without running
+        calls, the old connection is closed at once, and grpc stops its attempts to establish it.
         """
 
     def began(self, call: grpc.aio.Call) -> None:
@@ -156,7 +160,7 @@ class ForwardingChannel(grpc.aio.Channel):
 
 
 class _Method:
-    """A method of a stub."""
+    """A method of a stub. Each call uses the channel that is current when the call starts."""
 
     def __init__(
         self,

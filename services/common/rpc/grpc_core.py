@@ -15,8 +15,9 @@ def tune_grpc(environ: MutableMapping[str, str]) -> None:
     Values in the environment take precedence. With grpc's event engine each message passes through
     an additional thread on each side. With the older poller, a message and its response on a stream
     take 0.6 times as long, and 0.6 times the processor time (grpcio 1.85.1, messages of 2 kB, Unix
-    socket). At levels below error, grpc logs each failed TLS handshake, and anyone who can connect
-    can cause many failures.
+    socket). A later version of grpc that lacks the experiments in OLDER_POLLER logs one line. With
+    fork support grpc logs a line for each started process. At levels below error, grpc logs each
+    failed TLS handshake, and anyone who can connect can cause many failures.
     """
     environ.setdefault(EXPERIMENTS, OLDER_POLLER)
     environ.setdefault(FORK_SUPPORT, "0")

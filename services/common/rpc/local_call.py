@@ -21,7 +21,9 @@ _CANCELLED = status_pb2.Status(code=code_pb2.CANCELLED, message="Locally cancell
 
 
 class LocalCall:
-    """A call with streams in both directions. One task may read and one task may write."""
+    """A call with streams in both directions. It has the parts of `grpc.aio.StreamStreamCall` that
+    services use, with the same errors. One task may read and one task may write.
+    """
 
     def __init__(
         self,
@@ -31,11 +33,12 @@ class LocalCall:
         deserialize: Callable[[bytes], Any] | None,
         lookahead_bytes: int,
     ) -> None:
+        """Without `serialize` and `deserialize`, messages are bytes, as in grpc."""
         self._method = method
         self._serialize = serialize or bytes
         self._deserialize = lenient(deserialize) or bytes
         self.ended: asyncio.Future[status_pb2.Status] = asyncio.get_running_loop().create_future()
-        """The status of the call."""
+        """The status of the call. Pending until the call has ended."""
         self._stream = LocalStream(connection, lookahead_bytes, self._take, self._lost)
         self._stream.send(FrameKind.OPEN, opening(method, lookahead_bytes))
 
@@ -58,6 +61,7 @@ class LocalCall:
                 raise
 
     async def done_writing(self) -> None:
+        """Notifies the server that no further message follows."""
         self._stream.send(FrameKind.END)
 
     async def read(self) -> Any:
@@ -96,7 +100,7 @@ class LocalCall:
             raise
 
     def _decoded(self, data: bytes) -> Any:
-        """If decoding fails, cancels the call and raises UndecodableAnswer."""
+        """Decodes a message. If this fails, cancels the call and raises UndecodableAnswer."""
         message = self._deserialize(data)
         if message is UNDECODABLE:
             self.cancel()
@@ -119,7 +123,7 @@ class LocalCall:
             yield message
 
     def cancel(self) -> bool:
-        """Returns False if the call had already ended."""
+        """Cancels the call. Returns False if it had already ended."""
         has_run = not self.ended.done()
         self._end(_CANCELLED)
         return has_run
@@ -128,6 +132,7 @@ class LocalCall:
         return self.ended.done() and self.ended.result() is _CANCELLED
 
     def add_done_callback(self, callback: Callable[["LocalCall"], object]) -> None:
+        """Makes the event loop call `callback` with this call when the call has ended."""
         self.ended.add_done_callback(lambda _: callback(self))
 
     async def initial_metadata(self) -> grpc.aio.Metadata:

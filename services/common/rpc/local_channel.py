@@ -16,10 +16,12 @@ _TRANSIENT_FAILURE = grpc.ChannelConnectivity.TRANSIENT_FAILURE
 class LocalChannel(ForwardingChannel):
     """A channel to unix:PATH.
 
-    This requires that a server listens at PATH.streams, and that the call has no request iterator,
-    timeout or metadata. All other calls use gRPC. If a server listens at PATH.streams, gRPC calls
-    wait until gRPC has connected. Without this wait, gRPC calls would fail for up to a quarter of a
-    second after a server's restart, while streams already work.
+    A call with streams in both directions has its own connection to PATH.streams, which carries
+    the messages without gRPC (see `LocalStream`). This requires that a server listens at
+    PATH.streams, and that the call has no request iterator, timeout or metadata. All other calls
+    use gRPC. If a server listens at PATH.streams, gRPC calls wait until gRPC has connected.
+    Without this wait, gRPC calls would fail for up to a quarter of a second after a server's
+    restart, while streams already work.
     """
 
     def __init__(self, channel: ForwardingChannel, path: str, lookahead_bytes: int) -> None:
@@ -36,6 +38,7 @@ class LocalChannel(ForwardingChannel):
         self._channel.renew()
 
     async def close(self, grace: float | None = None) -> None:
+        """Ends all calls after `grace` seconds, or at once if `grace` is None."""
         closing = asyncio.ensure_future(self._channel.close(grace))
         if self._calls and grace:
             await asyncio.wait([call.ended for call in self._calls], timeout=grace)
@@ -95,6 +98,7 @@ def _is_there(path: str) -> bool:
 
 
 def _connected(path: str) -> socket.socket | None:
+    """Returns a non-blocking connection, or None if no server listens or no descriptor is free."""
     try:
         connection = socket.socket(socket.AF_UNIX)
     except OSError:

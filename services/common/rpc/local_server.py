@@ -21,7 +21,9 @@ logger = logging.getLogger(__name__)
 
 _BACKLOG = 64
 _OPENING_SECONDS = 10.0
+"""Time within which a client must name a method after it has connected."""
 _ACCEPT_PAUSE_SECONDS = 1.0
+"""How long no connections are accepted after a failure, such as a lack of file descriptors."""
 _OK = status_pb2.Status()
 _STOPPED = status_pb2.Status(code=code_pb2.UNAVAILABLE, message="the server stops")
 _DEFECT = status_pb2.Status(code=code_pb2.UNKNOWN, message="a defect of the server")
@@ -37,10 +39,12 @@ class LocalServer:
     ) -> None:
         """A connection that names no method within `opening_seconds` is closed."""
         self.handlers: dict[str, Any] = {}
+        """Maps methods, such as /package.Service/Method, to grpc's handlers."""
         self.max_calls = max_calls
         self.tasks: set[asyncio.Task[None]] = set()
         self.opening_seconds = opening_seconds
         self.unopened: set[_Call] = set()
+        """Connections that have not named a method yet."""
         self._listener: socket.socket | None = None
         self._path = Path()
 
@@ -88,7 +92,7 @@ class LocalServer:
             return
         try:
             connection, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):
+        except (BlockingIOError, ConnectionAbortedError):  # the client has disconnected
             return
         except OSError as error:
             logger.warning("the service accepts no stream for a second: %s", error)
@@ -120,6 +124,7 @@ class _Call:
         return "unix:"
 
     def cancelled(self) -> bool:
+        """Whether the client has ended the call."""
         return self._is_cancelled
 
     def trailing_metadata(self) -> tuple[()]:
@@ -140,6 +145,7 @@ class _Call:
         raise grpc.aio.AbortError(details)
 
     def close(self) -> None:
+        """Closes the connection without sending a status."""
         self._has_opened()
         self._stream.close()
 
@@ -150,7 +156,7 @@ class _Call:
             await self._stream.drained()
             self._end_if_broken()
         if self._is_cancelled:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # raises the pending CancelledError of the call's task
 
     @property
     def can_write(self) -> bool:
@@ -174,7 +180,7 @@ class _Call:
             self._lost()
 
     def write_at_once(self, response: Any) -> bool:
-        """May be called from any thread. Returns False if `write` would wait or fail."""
+        """Sends a response from any thread. Returns False instead if `write` would wait or fail."""
         message = self._handler.response_serializer(response)
         return len(message) <= MAX_MESSAGE_BYTES and self._stream.send_at_once(message)
 
@@ -210,7 +216,7 @@ class _Call:
             self._stream.close()
             return
         self._handler = server.handlers.get(method)
-        if self._stream.has_lost_peer:
+        if self._stream.has_lost_peer:  # perhaps while a signal had stopped this process
             self._stream.close()
         elif self._handler is None:
             self._refuse(code_pb2.UNIMPLEMENTED, f"the service has no stream {method}")
@@ -236,7 +242,7 @@ class _Call:
 
     def _served(self, task: asyncio.Task[None]) -> None:
         self._server.tasks.discard(task)
-        if task.cancelled():
+        if task.cancelled():  # cancelled before `_serve` began
             self._end(_STOPPED)
 
     async def _serve(self) -> None:

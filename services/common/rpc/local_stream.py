@@ -22,6 +22,7 @@ from services.common.rpc.message_limits import MAX_MESSAGE_BYTES
 TOO_LARGE = status_pb2.Status(
     code=code_pb2.RESOURCE_EXHAUSTED, message=f"a message has more than {MAX_MESSAGE_BYTES} bytes"
 )
+"""The status of a call that ends because a message exceeds the size limit."""
 
 _HEADER = struct.Struct("!BI")
 _HEADER_BYTES = _HEADER.size
@@ -41,6 +42,7 @@ _MESSAGE, _LAST_KIND = int(FrameKind.MESSAGE), int(FrameKind.STATUS)
 
 
 def streams_path(path: str) -> str:
+    """The path of the streams' socket of a server that listens at the Unix socket `path`."""
     return f"{path}.streams"
 
 
@@ -60,7 +62,9 @@ def opened(payload: bytes) -> tuple[str, int]:
 
 class LocalStream:
     """One end of a stream, in the running event loop. One task may read and one task may write. All
-    methods except `send_at_once` must be called in the event loop's thread.
+    methods except `send_at_once` must be called in the event loop's thread. Messages are sent and
+    received in this thread. In grpc.aio each message and each end of a write wakes another thread
+    first, which then notifies the event loop.
     """
 
     def __init__(
@@ -81,13 +85,17 @@ class LocalStream:
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
         self._begun = bytearray()
+        """The received bytes of an incomplete frame."""
         self._messages: deque[bytes] = deque()
         self._receiver: Callable[[bytes], None] | None = None
         self._num_unread_bytes = 0
         self._is_held = False
+        """Whether receiving is paused until messages are read."""
         self._sending = threading.Lock()
+        """This lock is held while a frame is sent and while the connection is closed."""
         self._unsent = bytearray()
         self.is_broken = False
+        """Whether a send failed because the peer had closed the connection."""
         self._has_ended = self._is_closing = self._is_closed = False
         self._reader: asyncio.Future[None] | None = None
         self._writer: asyncio.Future[None] | None = None
@@ -95,6 +103,7 @@ class LocalStream:
 
     @property
     def has_unsent(self) -> bool:
+        """Whether frames wait to be sent until the peer has read earlier frames."""
         return bool(self._unsent)
 
     @property
@@ -142,6 +151,7 @@ class LocalStream:
             return True
 
     async def drained(self) -> None:
+        """Waits until all frames are sent or the connection has ended."""
         while self._unsent and not self._is_closed:
             self._writer = self._loop.create_future()
             await self._writer
@@ -165,7 +175,7 @@ class LocalStream:
         return self._next()
 
     def _next(self) -> bytes:
-        """Resumes receiving if receiving was paused."""
+        """Removes and returns the next message. Resumes receiving if it was paused."""
         message = self._messages.popleft()
         self._num_unread_bytes -= _HEADER_BYTES + len(message)
         if self._is_held and not self._is_ahead and not self._is_closed:
@@ -185,7 +195,7 @@ class LocalStream:
             self.close()
 
     def close(self) -> None:
-        """Messages that were received before can still be read."""
+        """Closes the connection. Messages that were received before can still be read."""
         if self._is_closed:
             return
         self._loop.remove_reader(self._connection)
@@ -211,7 +221,7 @@ class LocalStream:
             return self._connection.send(frame)
         except BlockingIOError:
             return 0
-        except OSError:
+        except OSError:  # the peer has closed the connection
             self.is_broken = True
             return len(frame)
 
@@ -255,7 +265,7 @@ class LocalStream:
         return not _is_frame(kind, length) or len(self._begun) >= _HEADER_BYTES + length
 
     def _take_frames(self, received: bytes) -> int:
-        """Returns the total number of bytes of the complete frames."""
+        """Processes the complete frames in `received`. Returns their total number of bytes."""
         start, num_bytes = 0, len(received)
         while num_bytes - start >= _HEADER_BYTES and not self._is_closed:
             kind, length = _HEADER.unpack_from(received, start)

@@ -11,6 +11,8 @@ V = TypeVar("V", bound=int)
 
 
 class _Values(Protocol[V]):
+    """A generated enum: the names of its values and their numbers."""
+
     def items(self) -> "list[tuple[str, V]]": ...
 
 
@@ -35,12 +37,14 @@ class ProtoEnum(Generic[E, V]):
         return self._numbers[member]
 
     def from_proto(self, number: int) -> E | None:
-        """Returns None for UNSPECIFIED and unknown numbers."""
+        """Returns the member for a number. Returns None for UNSPECIFIED and unknown numbers."""
         return self._members.get(number)
 
 
 def require_same_fields(dataclass: type[Any], message: "Descriptor") -> None:
-    """Raises TypeError if the dataclass and the message have different field names."""
+    """Raises TypeError if the dataclass and the message have different field names. Modules that
+    convert messages call this at import, so that no process starts that would drop a field.
+    """
     unmatched = {field.name for field in fields(dataclass)} ^ set(message.fields_by_name)
     if unmatched:
         raise TypeError(

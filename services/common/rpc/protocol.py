@@ -2,7 +2,8 @@
 
 A client sends its protocol and version with its first call: a gateway when it opens a session, a
 scheduler when it opens its pool and queries its workers. A service with another protocol rejects
-this call.
+this call. The response contains the service's own protocol, which the client compares. Because of
+these checks, neither side misinterprets a message.
 """
 
 from functools import cache
@@ -16,11 +17,12 @@ PROTOCOL = 3
 """The protocol number, which increases with each incompatible change of the protos. A change is
 incompatible if a service without the change would compute, return or store something wrong, for
 example if a field has a new meaning or encoding, or if a new field or message must not be ignored.
+A change that can be ignored without harm, such as a new statistic, is compatible.
 """
 
 
 class OtherProtocol(FailedPrecondition):
-    """The peer has another protocol."""
+    """The peer has another protocol. The message has the versions of both sides."""
 
     reason = "OTHER_PROTOCOL"
 

@@ -13,19 +13,23 @@ _MOST_TIMEOUTS = 2
 class RenewingChannel(ForwardingChannel):
     """A channel whose new calls use the current certificate and a working connection.
 
-    This class creates a new channel for the next call after a change of the certificate, after
-    `renew`, or after two consecutive calls that timed out. Running calls continue on the old
-    channel, which is closed when the last of these calls has ended.
+    A grpc channel keeps the certificate with which it was created. It also keeps its connection
+    while the connection seems intact. This class creates a new channel for the next call after a
+    change of the certificate, after `renew`, or after two consecutive calls that timed out. Running
+    calls continue on the old channel, which is closed when the last of these calls has ended.
     """
 
     def __init__(
         self, connect: Callable[[], grpc.aio.Channel], certificate: Callable[[], object]
     ) -> None:
-        """`certificate` returns another object after the certificate has changed."""
+        """`connect` creates a channel with a new connection and the current certificate.
+        `certificate` returns another object after the certificate has changed.
+        """
         self._connect = connect
         self._certificate_of_now = certificate
         self._is_closed = False
         self._num_timeouts = 0
+        # The number of running calls on each open channel.
         self._num_calls: dict[grpc.aio.Channel, int] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._open()
@@ -74,6 +78,7 @@ class RenewingChannel(ForwardingChannel):
             task.add_done_callback(self._closing.discard)
 
     async def close(self, grace: float | None = None) -> None:
+        """Ends all calls after `grace` seconds, or at once if `grace` is None."""
         self.current()
         self._is_closed = True
         channels = list(self._num_calls)

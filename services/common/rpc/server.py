@@ -39,17 +39,20 @@ logger = logging.getLogger(__name__)
 LIVENESS = ""
 """The name in grpc.health.v1 for liveness. If it is not SERVING, the process must be replaced."""
 READINESS = "ready"
-"""The name in grpc.health.v1 for readiness."""
+"""The name in grpc.health.v1 for readiness. If it is SERVING, requests can be served now."""
 _MAX_HEALTH_RPCS = 64
+"""Limit on the concurrent calls on an address that serves only health."""
 
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # A second server on one port must fail, instead of silently receiving some of the connections.
     ("grpc.so_reuseport", 0),
     *KEEPALIVE_OPTIONS,
     # The shortest permitted interval between pings of a client without traffic. After two shorter
     # intervals the server closes the connection ("Too many pings"). grpc's default is five minutes.
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
+    # Limit on the time of the TLS handshake and the start of HTTP/2.
     ("grpc.server_handshake_timeout_ms", 10_000),
     # Otherwise grpc would buffer megabytes of a stream that is not read.
     ("grpc.http2.bdp_probe", 0),
@@ -134,7 +137,7 @@ class GrpcServer:
         return address if is_unix_address(address) else f"{address.rpartition(':')[0]}:{port}"
 
     async def set_ready(self, ready: bool) -> None:
-        """After `drain` has begun, the service stays not ready."""
+        """Sets readiness. After `drain` has begun, the service stays not ready."""
         if self._health_file is not None:
             self._health_file.set_ready(ready and not self._draining)
         for name in (READINESS, *self._names):
@@ -147,7 +150,7 @@ class GrpcServer:
         await self._health.set(LIVENESS, _status(live))
 
     def begin_drain(self, grace_seconds: float) -> None:
-        """`drain` must be called afterwards."""
+        """Begins to reject calls, except on the health address. Call `drain` afterwards."""
         self._stopping = asyncio.create_task(self._stop(grace_seconds))
 
     async def end_calls(self, grace_seconds: float) -> None:
@@ -196,8 +199,8 @@ def _status(serving: bool) -> health_pb2.HealthCheckResponse.ServingStatus:
 
 
 def _bind(server: grpc.aio.Server, address: str, tls: "Tls | None") -> int:
-    """Raises Unavailable, also if another process listens at the Unix socket, since grpc would
-    remove the socket.
+    """Binds an address and returns its port. Raises Unavailable, also if another process listens at
+    the Unix socket, since grpc would remove the socket.
     """
     if is_unix_address(address):
         path = Path(unix_path(address))
@@ -220,6 +223,7 @@ def _listen(local: LocalServer, path: str) -> None:
 
 
 def _why_not(address: str) -> str:
+    """Finds the reason why an address cannot be bound, which grpc's error does not have."""
     try:
         if is_unix_address(address):
             Path(unix_path(address)).parent.lstat()
@@ -238,8 +242,9 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
     It also rejects callers that `tls` does not allow, and messages that cannot be decoded, for
     which grpc would report a defect of the server. Streaming handlers are async generators, or
-    coroutines that write their responses. A method's handler is created at the method's first call
-    and cached, so later calls do not invoke the interceptors after this one.
+    coroutines that write their responses. Cancellation is not converted. A method's handler is
+    created at the method's first call and cached, so later calls do not invoke the interceptors
+    after this one.
     """
 
     def __init__(self, tls: "Tls | None" = None) -> None:
@@ -268,7 +273,7 @@ def _allow(_: Context) -> None:
 def _with_statuses(handler: Any, method: str, check: Check) -> Any:
     watch = handler.unary_stream if method.startswith(f"/{health.SERVICE_NAME}/") else None
     if watch is not None and not isasyncgenfunction(watch):
-        return handler
+        return handler  # grpc's own handler, which raises no StepwellError
     if handler.request_deserializer is not None:
         read = _raising if handler.request_streaming else _returning
         handler = handler._replace(request_deserializer=read(handler.request_deserializer, method))
@@ -280,7 +285,7 @@ def _with_statuses(handler: Any, method: str, check: Check) -> Any:
 
 
 def _raising(deserialize: Any, method: str) -> Any:
-    """Errors of the deserializer are raised where the handler reads the message."""
+    """A deserializer for streams. Its errors are raised where the handler reads the message."""
 
     def read(data: bytes) -> Any:
         try:
@@ -293,8 +298,8 @@ def _raising(deserialize: Any, method: str) -> Any:
 
 
 def _returning(deserialize: Any, method: str) -> Any:
-    """grpc calls this deserializer before the handler, so it must not raise: it returns its error
-    instead of the request.
+    """A deserializer for a single request. grpc calls it before the handler, so it must not raise:
+    it returns its error instead of the request.
     """
     read = _raising(deserialize, method)
 
@@ -308,6 +313,7 @@ def _returning(deserialize: Any, method: str) -> Any:
 
 
 def _decoded(request: Any) -> Any:
+    """Returns the request, or raises the error that `_returning` returned instead."""
     if isinstance(request, errors.InvalidArgument):
         raise request
     return request

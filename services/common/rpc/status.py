@@ -18,6 +18,7 @@ DOMAIN = "stepwell"
 UNDECODABLE = "UNDECODABLE"
 """The error reason for a message that cannot be decoded because it was damaged in transit."""
 DETAILS_KEY = "grpc-status-details-bin"
+"""The key of the status details in the trailing metadata."""
 _PUSHBACK = "grpc-retry-pushback-ms"
 
 _CONNECTION_ENDS = (
@@ -41,7 +42,7 @@ _CONNECTION_ENDS = (
     (r"Connection reset", "closed the connection"),
     (r"Socket closed", "closed the connection"),
 )
-"""Patterns for grpc's messages about connections, with their meanings."""
+"""Patterns for grpc's messages about connections, with their meanings. The first match counts."""
 
 STATUS_OF: dict[type[errors.StepwellError], grpc.StatusCode] = {
     errors.InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
@@ -60,6 +61,7 @@ STATUS_OF: dict[type[errors.StepwellError], grpc.StatusCode] = {
 }
 
 _NOT_READ_BACK = (errors.PayloadTooLarge, errors.QuotaExceeded)
+"""Kinds that `from_rpc_error` never returns, since no service sends them to another service."""
 
 _KIND_OF: dict[grpc.StatusCode, type[errors.StepwellError]] = {
     **{status: kind for kind, status in STATUS_OF.items() if kind not in _NOT_READ_BACK},
@@ -68,6 +70,7 @@ _KIND_OF: dict[grpc.StatusCode, type[errors.StepwellError]] = {
 
 
 def status_code(error: errors.StepwellError) -> grpc.StatusCode:
+    """The gRPC status of the first class in the error's MRO that has one."""
     kinds = (kind for kind in type(error).__mro__ if kind in STATUS_OF)
     return STATUS_OF[next(kinds, errors.InternalError)]
 
@@ -75,7 +78,7 @@ def status_code(error: errors.StepwellError) -> grpc.StatusCode:
 def to_rich_status(
     error: errors.StepwellError, retry_after_seconds: float | None = None
 ) -> status_pb2.Status:
-    """`retry_after_seconds` is the client's retry hint."""
+    """The status of an error, with details. `retry_after_seconds` is the client's retry hint."""
     details: list[Message] = [error_details_pb2.ErrorInfo(reason=error.error_reason, domain=DOMAIN)]
     if error.field is not None:
         violation = error_details_pb2.BadRequest.FieldViolation(
@@ -151,7 +154,9 @@ def _connection_end(details: str) -> str:
 
 
 JITTER = 0.25
-"""Limit on the random addition to a retry hint, as a fraction of the hint."""
+"""Limit on the random addition to a retry hint, as a fraction of the hint. Due to the addition,
+clients that were rejected together do not retry together.
+"""
 
 
 def retry_hint_seconds(error: StepwellError) -> float | None:

@@ -20,7 +20,8 @@ _HEADER = b"# HELP "
 
 
 class Exposition:
-    """The metrics of one process. `shared` are metrics that every service has. The shared metrics
+    """The metrics of one process. `render` reads them and may be called from any thread. `own` are
+    metrics of this service alone. `shared` are metrics that every service has. The shared metrics
     and the metrics of the process, such as its memory, have the added label `service`.
     """
 
@@ -45,7 +46,7 @@ class Exposition:
     ) -> bytes:
         """Returns the metrics in format 0.0.4, with `labels` added to all series. A series is
         omitted if it already has one of the added labels with another value, or if it has any of
-        `hidden_labels`.
+        `hidden_labels`. Buckets have exemplars if `exemplars` is set.
         """
         added = {**self._labels, **(labels or {})}
         text = [
@@ -86,7 +87,7 @@ def open_metrics(text: bytes) -> bytes:
 
 
 def is_exposition(text: bytes) -> bool:
-    """Whether a text seems to be in format 0.0.4:"""
+    """Whether a text seems to be in format 0.0.4: UTF-8 that begins with the help of a metric."""
     try:
         text.decode()
     except UnicodeDecodeError:
@@ -108,6 +109,7 @@ def merged(texts: Iterable[bytes]) -> bytes:
 
 
 def _parts(family: bytes) -> tuple[bytes, bytes, bytes]:
+    """Splits a metric family into its help (without `# HELP `), its type line, and its samples."""
     header, _, rest = family.partition(b"\n")
     kind, _, samples = rest.partition(b"\n")
     return header, kind, samples if not samples or samples.endswith(b"\n") else samples + b"\n"
@@ -141,7 +143,7 @@ def _head(metric: Metric) -> str:
 
 
 def _line(sample: Sample, added: Mapping[str, str], *, exemplars: bool) -> str | None:
-    """Returns None if the sample already has an added label with another value."""
+    """Formats a sample with added labels. None if an added label already has another value."""
     labels = {**added, **sample.labels}
     if any(labels[name] != value for name, value in added.items()):
         return None

@@ -32,7 +32,7 @@ class Histogram:
         self.sum += value * count
 
     def observe_traced(self, value: float, trace_id: str) -> None:
-        """The observation becomes the bucket's exemplar if `trace_id` is not empty."""
+        """Adds an observation. It becomes the bucket's exemplar if `trace_id` is not empty."""
         self.observe(value)
         if trace_id:
             exemplar = Exemplar({"trace_id": trace_id}, value, time.time())

@@ -29,7 +29,7 @@ Render = Callable[[bool], bytes]
 @contextmanager
 def serving_metrics(render: Render, address: str | None) -> Iterator[str | None]:
     """Serves the text of `render` over HTTP on host:port in threads, and yields the bound address.
-    Raises Unavailable if the address cannot be bound.
+    Serves nothing if `address` is None. Raises Unavailable if the address cannot be bound.
     """
     if address is None:
         yield None
@@ -65,6 +65,7 @@ class _MetricsServer(ThreadingHTTPServer):
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
 
     def handle_error(self, _request: object, _client_address: object) -> None:
+        """Logs why a response failed, except if the client closed the connection first."""
         if not isinstance(sys.exception(), ConnectionError):
             logger.exception("metrics cannot be served")
 

@@ -11,7 +11,7 @@ from services.common.rpc.server import GrpcServer
 from services.common.telemetry.exposition import Exposition, is_exposition
 
 COLLECT_TIMEOUT_SECONDS = 1.0
-"""Limit on the time to collect one process's metrics."""
+"""Limit on the time to collect one process's metrics. A slower process's metrics are omitted."""
 
 Collect = Callable[[Mapping[str, str], bool], Awaitable[bytes]]
 """Returns metrics as text. The arguments are labels to add, and whether to include exemplars."""
@@ -57,6 +57,7 @@ async def collect_from(
 
 
 def collect_in_thread(exposition: Exposition) -> Collect:
+    """Renders this process's metrics in a thread, so that the event loop is not blocked."""
     return lambda labels, exemplars: asyncio.to_thread(
         exposition.render, labels, exemplars=exemplars
     )

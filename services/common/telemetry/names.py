@@ -44,6 +44,7 @@ WAIT_HASHING = "hashing"
 # The span event at which a worker starts to compute a step.
 EVENT_STARTED = "started"
 
+# Attributes.
 ATTR_REQUEST_ID = "stepwell.request.id"
 ATTR_STEP = "stepwell.step"
 ATTR_GENERATION = "stepwell.generation"
@@ -88,6 +89,7 @@ ATTR_TOOL = "stepwell.tool"
 ATTR_PAUSE_SECONDS = "stepwell.pause_seconds"
 ATTR_CONTEXT_TOKENS = "stepwell.context_tokens"
 ATTR_RETAINED = "stepwell.retained"
+"""An attribute of waits for blocks that are kept for an agent's next request: whose, and why."""
 ATTR_RECOMPUTED_TOKENS = "stepwell.recomputed_tokens"
 ATTR_SESSION_WAIT_SECONDS = "stepwell.session_wait_seconds"
 ATTR_WAIT_SECONDS = "stepwell.wait_seconds"
@@ -124,7 +126,8 @@ ATTR_ROUTING_NUM_CACHED_TOKENS = "stepwell.routing.num_cached_tokens"
 ATTR_ROUTING_COST_SECONDS = "stepwell.routing.cost_seconds"
 ATTR_ROUTING_NUM_SENT = "stepwell.routing.num_sent"
 
-# Attributes of the gateway's server span, by the OpenTelemetry GenAI conventions.
+# Attributes of the gateway's server span, by the OpenTelemetry GenAI conventions. The latencies
+# have vLLM's names, which vLLM's dashboards read.
 GENAI_OPERATION_CHAT = "chat"
 GENAI_OPERATION_TEXT_COMPLETION = "text_completion"
 GENAI_OPERATION_EMBEDDINGS = "embeddings"
@@ -159,6 +162,7 @@ GENAI_LATENCY_PREFILL = "gen_ai.latency.time_in_model_prefill"
 GENAI_LATENCY_DECODE = "gen_ai.latency.time_in_model_decode"
 GENAI_LATENCY_INFERENCE = "gen_ai.latency.time_in_model_inference"
 
+# Metrics over OTLP, by the OpenTelemetry GenAI conventions.
 GENAI_SERVER_REQUEST_DURATION = "gen_ai.server.request.duration"
 GENAI_SERVER_TIME_TO_FIRST_TOKEN = "gen_ai.server.time_to_first_token"
 GENAI_SERVER_TIME_PER_OUTPUT_TOKEN = "gen_ai.server.time_per_output_token"

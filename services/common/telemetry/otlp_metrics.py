@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 def service_meter(service: str, settings: ServiceSettings) -> Iterator[Meter]:
     """Yields a meter whose values are sent to the endpoint of the settings. The interval is one
     minute, or OTEL_METRIC_EXPORT_INTERVAL in milliseconds. Nothing is sent without an endpoint, or
-    if OTEL_METRICS_EXPORTER is "none".
+    if OTEL_METRICS_EXPORTER is "none". Remaining values are sent when the `with` block ends.
     """
     if not settings.otlp_endpoint or os.environ.get("OTEL_METRICS_EXPORTER") == "none":
         yield NoOpMeter("stepwell")

@@ -20,5 +20,6 @@ class SpanCollector(SpanExporter):
         return SpanExportResult.SUCCESS
 
     def take(self) -> list[ReadableSpan]:
+        """Returns the spans that ended since the last call, in the order in which they ended."""
         taken, self._spans = self._spans, []
         return taken

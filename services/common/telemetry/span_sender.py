@@ -2,7 +2,8 @@
 
 A collector that is down, slow or full causes only a loss of spans, because the queue is bounded and
 spans that do not fit are dropped at once. Spans that the collector could not accept are sent again
-until the collector has been unavailable for a minute.
+until the collector has been unavailable for a minute. During this minute spans are lost only if the
+queue is full.
 """
 
 import contextlib
@@ -55,13 +56,13 @@ class SpanSender(SpanProcessor):
         self._is_stopped = False
         self._is_given_up = False
         self._away_since: float | None = None
-        """When the collector became unavailable, in monotonic time."""
+        """When the collector became unavailable, in monotonic time. None if it is available."""
         self._outage = SpanOutage()
         self._thread = threading.Thread(target=self._run, name="spans", daemon=True)
         self._thread.start()
 
     def on_end(self, span: ReadableSpan) -> None:
-        """Never waits: drops the span if the queue is full."""
+        """Queues a sampled span, or drops it if the queue is full. Never waits."""
         if span.context is None or not span.context.trace_flags.sampled:
             return
         num_waiting = len(self._queue)
@@ -74,7 +75,7 @@ class SpanSender(SpanProcessor):
             self._wake.set()
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:  # noqa: ARG002
-        """Ignores `timeout_millis`, since the exporter limits the time."""
+        """Sends the queued spans. Ignores `timeout_millis`, since the exporter limits the time."""
         self._send(1)
         return not self._queue
 
@@ -104,6 +105,7 @@ class SpanSender(SpanProcessor):
         self._send(1)
 
     def _send(self, at_least: int) -> None:
+        """Exports while `at_least` spans are queued and the collector is available."""
         with self._exporting:
             while len(self._queue) >= at_least and not self._is_given_up:
                 self._export(self._take())

@@ -40,6 +40,7 @@ EXPLANATIONS: Mapping[str, str] = {
     CLIENT: "The client sent the request's body, or read the rest of the answer.",
     GATEWAY: "The gateway tokenized, checked and routed the request, and sent the answer.",
 }
+"""Maps the name of each part to its explanation, in the order of display."""
 
 _OF_REASONS: Mapping[str, str] = {
     "max_seqs": "slots",
@@ -59,6 +60,7 @@ _OF_REASONS: Mapping[str, str] = {
     "idempotency_key": "retry",
     "body_budget": GATEWAY,
 }
+"""Maps a wait's reason to the name of the part to which the wait belongs, if the names differ."""
 
 WAITS_FOR: Mapping[str, str] = {
     "budget": "the token budget of a step",
@@ -82,6 +84,7 @@ WAITS_FOR: Mapping[str, str] = {
     "preempted": "a slot, since its first slot was given to another tenant",
     "no_replica": "a ready replica",
 }
+"""Maps a wait's reason to a description for displays of what the request waits for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +92,16 @@ class TimePart:
     name: str
     nanos: int
     request_id: str = ""
+    """Id of the request that blocked this request in the part's longest wait, or empty."""
     step: int | None = None
-    """Number of the step in which the part's longest wait began."""
+    """Number of the step in which the part's longest wait began. None if no step is known."""
 
     @property
     def seconds(self) -> float:
         return self.nanos / 1e9
 
     def plus(self, other: "TimePart") -> "TimePart":
+        """The sum of both parts, with `request_id` and `step` of the longer part."""
         longer = self if self.nanos >= other.nanos else other
         return TimePart(self.name, self.nanos + other.nanos, longer.request_id, longer.step)
 
@@ -107,7 +112,7 @@ def part_of_reason(reason: str) -> str:
 
 
 def added_up(parts: Sequence[TimePart]) -> tuple[TimePart, ...]:
-    """Omits empty parts. Sorts parts as in EXPLANATIONS."""
+    """Adds up parts with equal names. Omits empty parts. Sorts parts as in EXPLANATIONS."""
     sums: dict[str, TimePart] = {}
     for part in parts:
         before = sums.get(part.name)
@@ -117,7 +122,7 @@ def added_up(parts: Sequence[TimePart]) -> tuple[TimePart, ...]:
 
 def time_line(parts: Sequence[TimePart]) -> str:
     """Formats parts as a line like "12.6 s = slots 4.9 · prefill 0.9 · decode 6.0 · gateway 0.8".
-    The numbers are rounded so that their sum is the rounded total.
+    The numbers are rounded so that their sum is the rounded total. Parts of zero are omitted.
     """
     whole = sum(part.nanos for part in parts)
     unit, name, digits = _unit(whole)
@@ -131,6 +136,7 @@ def time_line(parts: Sequence[TimePart]) -> str:
 
 
 def time_attributes(parts: Sequence[TimePart]) -> dict[str, str | int | float]:
+    """The span attributes that represent these parts."""
     attributes: dict[str, str | int | float] = {names.ATTR_TIME: time_line(parts)}
     for part in parts:
         name = f"{names.ATTR_TIME}.{part.name}"
@@ -143,7 +149,7 @@ def time_attributes(parts: Sequence[TimePart]) -> dict[str, str | int | float]:
 
 
 def parts_of_attributes(attributes: Mapping[str, Any]) -> tuple[TimePart, ...]:
-    """Empty if the attributes have no parts."""
+    """The inverse of `time_attributes`. Empty if the attributes have no parts."""
     parts = []
     for name in EXPLANATIONS:
         key = f"{names.ATTR_TIME}.{name}"
@@ -155,6 +161,7 @@ def parts_of_attributes(attributes: Mapping[str, Any]) -> tuple[TimePart, ...]:
 
 
 def _unit(nanos: int) -> tuple[int, str, int]:
+    """How a time is formatted: its last digit in nanoseconds, its unit, its number of decimals."""
     if nanos >= 950_000_000:
         return 100_000_000, "s", 1
     if nanos >= 9_500_000:

@@ -10,7 +10,7 @@ _MAX_ENTRIES, _MAX_SHOWN_CHARACTERS = 16, 256
 
 @dataclass(frozen=True, slots=True)
 class TraceHeaders:
-    """A request's trace headers, empty if absent."""
+    """A request's trace headers, empty if absent. `traceparent` is also empty if not sampled."""
 
     traceparent: str = ""
     tracestate: str = ""
@@ -21,12 +21,13 @@ UNTRACED = TraceHeaders()
 
 
 def passed_on(baggage: str) -> str:
+    """The baggage header that is sent to other services, or empty text if it is too long."""
     return baggage if len(baggage) <= MAX_BAGGAGE_CHARACTERS else ""
 
 
 def baggage_attributes(baggage: str) -> dict[str, str]:
-    """The entries of the baggage header as span attributes `baggage.KEY`. At most 16 entries with
-    256 characters each are kept.
+    """The entries of the baggage header as span attributes `baggage.KEY`. Invalid entries are
+    omitted. At most 16 entries with 256 characters each are kept.
     """
     attributes: dict[str, str] = {}
     for entry in baggage.split(",") if baggage else ():

@@ -1,6 +1,7 @@
 """Tracing over OTLP if an endpoint is set. Otherwise nothing is traced. Sampling is parent-based.
-Later services follow the flag in the W3C `traceparent` of their messages. An unsampled trace
-context is sent as an empty string, so that it costs later services one comparison.
+The service where a trace begins decides at random, with a configured probability. Later services
+follow the flag in the W3C `traceparent` of their messages. An unsampled trace context is sent as an
+empty string, so that it costs later services one comparison.
 """
 
 import logging
@@ -35,7 +36,7 @@ _SCOPE = InstrumentationScope("stepwell")
 _UNSET = Status()
 
 MAX_LINKS = 1024
-"""Limit on the links of a span."""
+"""Limit on the links of a span. Further links are omitted, and an attribute counts them."""
 _LIMITS = SpanLimits(
     max_span_attributes=128,
     max_events=128,
@@ -56,16 +57,18 @@ class TraceOrigin:
 
     @property
     def tracestate(self) -> str:
+        """The caller's `tracestate`, which is sent to other services."""
         return "" if self.parent is None else self.parent.trace_state.to_header()
 
     def context(self, span_id: int) -> SpanContext:
+        """The context of a sampled span of this trace."""
         state = None if self.parent is None else self.parent.trace_state
         return SpanContext(self.trace_id, span_id, False, TraceFlags(TraceFlags.SAMPLED), state)
 
 
 @dataclass(frozen=True, slots=True)
 class Tracing:
-    """Without a tracer provider, every span is INVALID_SPAN."""
+    """A service's tracer. Without a tracer provider, every span is INVALID_SPAN."""
 
     tracer: trace.Tracer
     provider: TracerProvider | None
@@ -95,7 +98,7 @@ class Tracing:
         attributes: Attributes | None = None,
         start_unix_nanos: int | None = None,
     ) -> Span:
-        """The caller must end the span."""
+        """Starts a child of the span in `traceparent`, or a new trace. The caller must end it."""
         if self.provider is None:
             return INVALID_SPAN
         parent = parse_traceparent(traceparent)
@@ -107,6 +110,7 @@ class Tracing:
         )
 
     def draw_root(self, *, is_sampled: bool = False) -> SpanContext | None:
+        """Returns the context of a new trace's first span, or None if the trace is not sampled."""
         if self.processor is None or not (is_sampled or self._is_drawn()):
             return None
         return SpanContext(new_trace_id(), new_span_id(), False, TraceFlags(TraceFlags.SAMPLED))
@@ -148,7 +152,7 @@ class Tracing:
         links: Sequence[Link] = (),
         events: Sequence[Event] = (),
     ) -> None:
-        """The flags in `context` show whether the span is sampled."""
+        """Records a span that has ended. The flags in `context` show whether it is sampled."""
         if self.provider is None or self.processor is None:
             return
         span = ReadableSpan(
@@ -214,7 +218,7 @@ def service_resource(service: str) -> Resource:
 
 @contextmanager
 def service_tracing(service: str, settings: ServiceSettings) -> Iterator[Tracing]:
-    """Sends remaining spans after the `with` block."""
+    """Yields a Tracing object for the settings. Sends remaining spans after the `with` block."""
     tracing = configure_tracing(service, settings.otlp_endpoint, settings.trace_sample_ratio)
     try:
         yield tracing
@@ -224,7 +228,7 @@ def service_tracing(service: str, settings: ServiceSettings) -> Iterator[Tracing
 
 @contextmanager
 def ended(span: Span) -> Iterator[None]:
-    """Records an exception of the block in the span."""
+    """Ends a span at the end of the `with` block. Records an exception of the block in the span."""
     try:
         yield
     except Exception as error:

@@ -15,12 +15,13 @@ PERIOD_SECONDS = 1.0
 are unreliable if directories are swapped, as in Kubernetes.
 """
 _LAST_SHARE = 0.1
+"""A warning is logged if less than this fraction of a certificate's lifetime is left."""
 
 
 class CertificateWatch:
     """Reads a certificate from files. `current` is the certificate that the files contained when
-    they were last valid. Any thread may read it. Damaged, half-written or expired files change
-    nothing and are logged once.
+    they were last valid. Any thread may read it. A new certificate is a new object. Damaged,
+    half-written or expired files change nothing and are logged once.
     """
 
     def __init__(
@@ -39,11 +40,12 @@ class CertificateWatch:
 
     @property
     def seconds_left(self) -> float:
-        """Seconds until the certificate expires."""
+        """Seconds until the certificate expires. Negative if it has expired."""
         return self.current.not_after - self._unix_seconds()
 
     @contextlib.contextmanager
     def running(self, period_seconds: float = PERIOD_SECONDS) -> Iterator[None]:
+        """Reads the files periodically in a thread until the `with` block ends."""
         thread = threading.Thread(
             target=self._run,
             args=(period_seconds,),
@@ -58,7 +60,7 @@ class CertificateWatch:
             thread.join()
 
     def look(self) -> None:
-        """`current` becomes the certificate in the files if it is new and valid."""
+        """Reads the files. A new and valid certificate becomes `current`."""
         try:
             contents = self.files.read()
             if contents != self.current.pem:

@@ -19,11 +19,13 @@ class CertificateError(SettingError):
 
 @dataclass(frozen=True, slots=True)
 class PemFile:
+    """A PEM file that a setting names."""
+
     setting: str
     path: Path
 
     def read(self) -> bytes:
-        """Raises CertificateError if the file cannot be read."""
+        """Reads the file. Raises CertificateError."""
         try:
             return self.path.read_bytes()
         except OSError as error:
@@ -42,14 +44,14 @@ class CertificateFiles:
     ca: PemFile | None = None
 
     def read(self) -> "PemContents":
-        """Raises CertificateError if a file cannot be read."""
+        """Reads all files. Raises CertificateError if a file cannot be read."""
         return PemContents(
             self.cert.read(), self.key.read(), None if self.ca is None else self.ca.read()
         )
 
     def check(self, contents: "PemContents") -> "Certificate":
-        """Raises CertificateError if it is damaged or expired, or if the key belongs to another
-        certificate.
+        """Parses a certificate. Raises CertificateError if it is damaged or expired, or if the key
+        belongs to another certificate.
         """
         own = self._first_certificate(self.cert, contents.chain)
         self._check_key(own, contents.key)
@@ -87,6 +89,8 @@ class PemContents:
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
+    """A certificate with matching files, and its validity period in Unix seconds."""
+
     pem: PemContents
     not_before: float
     not_after: float

@@ -36,7 +36,7 @@ class Tls:
         served = [self.watch.current]
 
         def fetch() -> grpc.ServerCertificateConfiguration | None:
-            """None means that the certificate has not changed."""
+            """grpc calls this before each handshake. None means that nothing has changed."""
             if self.watch.current is served[0]:
                 return None
             served[0] = self.watch.current
@@ -49,6 +49,7 @@ class Tls:
         )
 
     def channel(self, address: str, options: Sequence[tuple[str, Any]]) -> RenewingChannel:
+        """A channel whose calls use the certificate that is current when the call starts."""
         if self.server_name is not None:
             options = (*options, (_NAME_OF_SERVER, self.server_name))
         watch = self.watch
@@ -72,6 +73,7 @@ class Tls:
 
 
 def channel_credentials(certificate: Certificate) -> grpc.ChannelCredentials:
+    """Client credentials with a certificate, which trust servers with its authority."""
     pem = certificate.pem
     return grpc.ssl_channel_credentials(pem.ca, pem.key, pem.chain)
 

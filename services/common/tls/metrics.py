@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class TlsCollector(Collector):
-    """Exports the validity and reloads of a service's certificates."""
+    """Exports the validity and reloads of a service's certificates. A None argument is ignored."""
 
     def __init__(self, *each: "Tls | None") -> None:
         self._watches = [tls.watch for tls in each if tls is not None]

@@ -1,4 +1,4 @@
-"""Creates a service's `Tls` from its settings."""
+"""Creates a service's `Tls` from its settings. Without certificates no TLS module is imported."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -38,7 +38,7 @@ _OPTIONAL: tuple[
 
 
 def pool_config_from_proto(request: kvpool_pb2.OpenPoolRequest) -> PoolConfig:
-    """Raises UnsupportedGroup for an unknown attention type."""
+    """Converts a pool's configuration. Raises UnsupportedGroup for an unknown attention type."""
     groups = []
     for index, message in enumerate(request.groups):
         group = kv_cache_group_from_proto(message)
@@ -60,6 +60,7 @@ def pool_config_from_proto(request: kvpool_pb2.OpenPoolRequest) -> PoolConfig:
 
 
 def pool_matches_to_proto(matches: Iterable[PoolMatch]) -> kvpool_pb2.MatchPrefixResponse:
+    """Converts the result of MatchPrefix: the number of cached blocks in each pool."""
     return kvpool_pb2.MatchPrefixResponse(
         matches=[kvpool_pb2.PoolMatch(**asdict(match)) for match in matches]
     )
@@ -68,7 +69,7 @@ def pool_matches_to_proto(matches: Iterable[PoolMatch]) -> kvpool_pb2.MatchPrefi
 def event_batch_to_proto(
     batch: events.EventBatch, groups: Sequence[KVCacheGroup]
 ) -> kvpool_pb2.WatchEventsResponse:
-    """A snapshot includes the groups of its pool."""
+    """Converts a batch of events. A snapshot includes the groups of its pool."""
     return kvpool_pb2.WatchEventsResponse(
         generation=batch.generation,
         sequence=batch.sequence,

@@ -10,6 +10,7 @@ from services.kvpool.core.events import AllBlocksCleared, EventBatch
 from services.kvpool.core.pool_config import PoolConfig
 
 MAX_UNREAD_HASHES = 65_536
+"""Limit on the unread hashes of a watcher."""
 
 Snapshot = Callable[[], EventBatch]
 
@@ -59,6 +60,8 @@ class EventFeed:
 
 
 class _Watcher:
+    """The unread batches of a watcher. If there are too many, drops all and sets `_lagging`."""
+
     def __init__(self, max_hashes: int) -> None:
         self._max_hashes = max_hashes
         self._batches: deque[EventBatch] = deque()
@@ -79,6 +82,7 @@ class _Watcher:
         self._news.set()
 
     def pop(self) -> EventBatch | None:
+        """Returns the next batch, or None if a snapshot must be sent to the watcher instead."""
         if self._lagging:
             self._lagging = False
             return None
@@ -87,6 +91,7 @@ class _Watcher:
         return batch
 
     async def wait(self) -> None:
+        """Waits until there is something to read or the feed is closed."""
         while not (self._batches or self._lagging or self._closed):
             self._news.clear()
             await self._news.wait()

@@ -1,5 +1,5 @@
-"""Prometheus metrics of the pools and of writes to Redis, read from counts at each scrape. A metric
-has vLLM's name if it has the meaning of vLLM's metric.
+"""Prometheus metrics of the pools and of writes to Redis, read from counts at each scrape. The hot
+path updates no metric. A metric has vLLM's name if it has the meaning of vLLM's metric.
 """
 
 from collections.abc import Callable, Iterator
@@ -51,6 +51,8 @@ _COUNTS_AND_SUMS: dict[MetricSpec, tuple[Read, Read]] = {
 
 
 class PoolCollector(Collector, Generic[Answer]):
+    """Exports the counts of every pool since it was opened, labelled `engine` with its name."""
+
     def __init__(self, host: PoolHost[Answer]) -> None:
         self._host = host
 

@@ -40,6 +40,7 @@ class RedisDirectory:
 
     @property
     def num_dropped(self) -> int:
+        """The number of changes dropped because the directory's log could not be written."""
         return sum(writer.changes.num_dropped for writer in self._writers.values())
 
     def open(self, pool_id: PoolId, generation: int, config: PoolConfig) -> None:
@@ -57,6 +58,7 @@ class RedisDirectory:
         writer.start()
 
     def publish(self, pool_id: PoolId, batch: EventBatch) -> None:
+        """Records a batch if it belongs to the newest generation."""
         writer = self._writers.get(pool_id)
         if writer is not None and writer.generation == batch.generation:
             writer.note(batch)

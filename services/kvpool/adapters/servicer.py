@@ -33,7 +33,7 @@ Message = TypeVar("Message")
 class TransactStream:
     """One client's stream of transactions, which a newer stream may end at any time. The stream
     belongs to the task that created it. `take_over` cancels this task if it is waiting for the
-    client.
+    client. If the task is applying a transaction, the stream ends at its next read.
     """
 
     def __init__(self) -> None:
@@ -53,6 +53,7 @@ class TransactStream:
         return message
 
     def take_over(self) -> None:
+        """Ends this stream, because a newer stream replaces it."""
         self._is_taken_over = True
         if self._is_reading and self._task is not None:
             self._task.cancel()
@@ -62,6 +63,7 @@ class TransactStream:
         try:
             return await anext(messages, None)
         except asyncio.CancelledError:
+            # Without take_over(), the client has disconnected, which the server handles.
             if not self._is_taken_over or self._task is None:
                 raise
             self._task.uncancel()
@@ -75,6 +77,7 @@ class PoolStreams:
         self._streams: dict[PoolId, TransactStream] = {}
 
     def assign(self, pool_id: PoolId, stream: TransactStream) -> None:
+        """Makes `stream` the current stream of a pool and ends the previous one."""
         before = self._streams.get(pool_id)
         if before is stream:
             return
@@ -92,13 +95,15 @@ LEASE_GRACE_SECONDS = 2.0
 pool's scheduler must open a stream. Otherwise another scheduler may take over the pool.
 """
 MAX_CELLS = 65_536
-"""Limit on the number of cells in a block map."""
+"""Limit on the number of cells in a block map. GetBlocks rejects larger values."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Host = PoolHost[kvpool_pb2.TransactResponse]
 
 
 class KVPoolServicer(kvpool_pb2_grpc.KVPoolServicer):
+    """Converts messages to calls of the core, and results to messages."""
+
     def __init__(self, host: Host, directory: Directory, feed: EventFeed, tracing: Tracing) -> None:
         self._host = host
         self._leases: dict[PoolId, tuple[Lease, Holder]] = {}
@@ -130,6 +135,7 @@ class KVPoolServicer(kvpool_pb2_grpc.KVPoolServicer):
     async def Transact(
         self, request_iterator: AsyncIterator[kvpool_pb2.TransactRequest], _context: Context
     ) -> AsyncIterator[kvpool_pb2.TransactResponse]:
+        """Answers each transaction once, in order."""
         stream = TransactStream()
         leases: dict[int, tuple[Lease, Holder]] = {}
         try:
@@ -149,7 +155,9 @@ class KVPoolServicer(kvpool_pb2_grpc.KVPoolServicer):
     async def MatchPrefix(
         self, request: kvpool_pb2.MatchPrefixRequest, _context: Context
     ) -> kvpool_pb2.MatchPrefixResponse:
-        """Returns how many leading blocks of a chain of hashes are cached in each pool."""
+        """Returns how many leading blocks of a chain of hashes are cached in each pool. Tests and
+        tools use it. Gateways use WatchEvents or the directory in Redis instead.
+        """
         hashes = block_hashes_from_proto(request.hashes, "hashes")
         return converters.pool_matches_to_proto(await self._directory.match(hashes))
 
@@ -157,7 +165,8 @@ class KVPoolServicer(kvpool_pb2_grpc.KVPoolServicer):
         self, request: kvpool_pb2.WatchEventsRequest, _context: Context
     ) -> AsyncIterator[kvpool_pb2.WatchEventsResponse]:
         """Streams a snapshot of a pool's index, then its changes, for gateways without Redis. Each
-        transaction publishes its changes before it is answered.
+        transaction publishes its changes before it is answered. Events therefore never wait for
+        other events or for a timer.
         """
         pool_id = self._host.get(PoolId(request.pool_id)).pool_id
         watching = self._feed.watch(pool_id, lambda: self._host.get(pool_id).snapshot())

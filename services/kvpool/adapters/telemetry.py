@@ -18,8 +18,9 @@ Apply = Callable[
 
 
 def traced(apply: Apply, tracing: Tracing) -> Apply:
-    """Wraps the application of a transaction in spans. Without tracing it returns `apply` itself.
-    Messages without a trace context leave no span.
+    """Wraps the application of a transaction in spans. Without tracing it returns `apply` itself. A
+    transaction's span is a child of the engine step that sent it. An admission's span is a child of
+    its request's span. Messages without a trace context leave no span.
     """
     if not tracing.enabled:
         return apply
@@ -92,8 +93,8 @@ def _record_admissions(
     answer: kvpool_pb2.TransactResponse,
     started_unix_nanos: int,
 ) -> None:
-    """No span is recorded if blocks were missing, because the admission is tried again in each
-    step.
+    """Records a span for each sampled request that was admitted. No span is recorded if blocks were
+    missing, because the admission is tried again in each step.
     """
     for index, result in enumerate(answer.results):
         if result.WhichOneof("result") != "admit":

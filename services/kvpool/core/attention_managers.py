@@ -50,6 +50,7 @@ class FullAttentionManager(GroupManager):
     def _publish_end_of_prompt(self, table: BlockTable, chain: Chain, num_tokens: int) -> None:
         """Adds to the prefix index the block inside which a prompt ends, under the hash of the last
         full hash block. The last token is left out, since an equal prompt computes it again.
+        With a draft head (EAGLE), that token is included, and look-ups shorten the hit instead.
         """
         unit = self._hash_block_size
         longest = chain.num_prompt_tokens - (not self._uses_eagle)
@@ -72,6 +73,7 @@ class SlidingWindowManager(GroupManager):
         size, interval = self._block_size, self._retention_interval
         if self._alignment % size:
             return None
+        # If the last block of a hit is dropped, a window ends one block after the hit.
         shift = int(self._uses_eagle)
         num_wanted = -(-(self._spec.window - 1) // size) + shift
         kept = [False] * (end - begin)

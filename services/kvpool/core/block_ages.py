@@ -10,7 +10,8 @@ from services.common.pool.ids import BlockId
 
 class BlockAges:
     """Sums of block ages since the pool was opened. The owner of this object must add 1 to `now` in
-    each transaction, and 1 to `num_resets` when the whole prefix index is cleared.
+    each transaction, and 1 to `num_resets` when the whole prefix index is cleared. Cleared blocks
+    do not count as evicted.
     """
 
     __slots__ = (
@@ -40,11 +41,12 @@ class BlockAges:
             published_at[block] = now
 
     def reused(self, free_since: Sequence[int]) -> None:
+        """Records prefix hits on free blocks, which were freed at the times `free_since`."""
         self.num_reuses += len(free_since)
         self.reuse_gap += self.now * len(free_since) - sum(free_since)
 
     def evicted(self, blocks: Sequence[BlockId], free_since: Sequence[int]) -> None:
-        """`blocks[i]` was freed at `free_since[i]`."""
+        """Records evictions of cached blocks. `blocks[i]` was freed at `free_since[i]`."""
         self.num_evictions += len(blocks)
         self.lifetime += self.now * len(blocks) - sum(map(self._published_at.__getitem__, blocks))
         self.idle_before_evict += self.now * len(blocks) - sum(free_since)

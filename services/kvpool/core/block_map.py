@@ -8,6 +8,8 @@ from services.common.pool.ids import NULL_BLOCK, BlockId, RequestKey
 
 
 class BlockState(IntEnum):
+    """The states of a block, ordered by use: a greater value means more use."""
+
     BLANK = 1
     """The block is free and has no hash."""
     CACHED = 2
@@ -15,14 +17,17 @@ class BlockState(IntEnum):
     RETAINED = 3
     """The block is free but kept for an expected request. It is reused after cached blocks."""
     HELD = 4
+    """The block is in the block table of one request."""
     SHARED = 5
+    """The block is in the block tables of several requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockMap:
     """The blocks of a pool in order of their ids, without the null block, as a list of cells. Each
-    cell stands for `blocks_per_cell` blocks and shows the block with the greatest state. An owner
-    is the request admitted last among those that use the block, or 0 if the block is free.
+    cell stands for `blocks_per_cell` blocks and shows the block with the greatest state. `states`
+    and `owners` have one item for each cell. An owner is the request admitted last among those that
+    use the block, or 0 if the block is free.
     """
 
     blocks_per_cell: int
@@ -43,8 +48,9 @@ def block_map(
     retained: Iterable[BlockId],
     max_cells: int,
 ) -> BlockMap:
-    """`tables` has the blocks of each request, `cached` the blocks with a hash, `shared` the blocks
-    that are in several tables, and `retained` the blocks in state RETAINED.
+    """Returns the map of blocks 1 .. num_blocks-1. `tables` has the blocks of each request,
+    `cached` the blocks with a hash, `shared` the blocks that are in several tables, and `retained`
+    the blocks in state RETAINED.
     """
     states = [BlockState.BLANK] * num_blocks
     owners: list[RequestKey] = [RequestKey(0)] * num_blocks

@@ -38,11 +38,11 @@ class BlockPool:
         self.ages = BlockAges(num_blocks)
         self._free = make_free_queue(_block_ids(num_blocks))
         self.contexts: RetainingFreeQueue | None = None
-        """The queue `_free`, once it has contexts (blocks that are reused last)."""
+        """The queue `_free`, once it has contexts (blocks that are reused last). Else None."""
         self.indexes = tuple(PrefixIndex() for _ in range(num_groups))
         """The published blocks of each group. Only this class changes them."""
         self._shared: dict[BlockId, int] = {}
-        """Maps blocks in several tables to their ref_cnt."""
+        """Maps blocks in several tables to their ref_cnt. Any other block's ref_cnt is 0 or 1."""
         self._copies: list[BlockCopy] = []
         self._new_copies: list[BlockCopy] = []
         self._events = EventLog()
@@ -61,7 +61,7 @@ class BlockPool:
         return sum(index.num_changes for index in self.indexes)
 
     def count_held_by(self, num_holders: int, blocks: Sequence[BlockId]) -> int:
-        """All blocks must be in use."""
+        """The number of leading blocks that have `num_holders` holders. All must be in use."""
         ref_cnt = self._shared.get
         return sum(1 for _ in takewhile(lambda block: ref_cnt(block, 1) == num_holders, blocks))
 
@@ -69,8 +69,8 @@ class BlockPool:
         return self._free.count_cached(cached_blocks)
 
     def get_new_blocks(self, num_blocks: int) -> list[BlockId]:
-        """Allocates `num_blocks` blocks from the front of the free queue, which must contain that
-        many. An allocated block that was cached loses its hash.
+        """Allocates `num_blocks` blocks from the front of the free queue. The queue must contain
+        that many blocks. An allocated block that was cached loses its hash.
         """
         blocks = self._free.pop_blank(num_blocks)
         if len(blocks) < num_blocks:
@@ -100,8 +100,9 @@ class BlockPool:
         self._free.push_cached(published, self.ages.now)
 
     def free_in_order(self, group: int, blocks: Iterable[BlockId]) -> None:
-        """Skips null entries. A block without holders is added to the back of the free queue if it
-        has a hash, otherwise to the front.
+        """Removes a holder from each of these blocks of a group, in order. Skips null entries. A
+        block without holders is added to the back of the free queue if it has a hash, otherwise to
+        the front.
         """
         hash_of = self.indexes[group].hash_of
         left = [block for block in blocks if block and self._drop_holder(block)]
@@ -121,7 +122,8 @@ class BlockPool:
         self, group: int, source: BlockId, target: BlockId, *, adds_holder_of: BlockId
     ) -> None:
         """Records that the workers must copy a block of a group. Until `release_copies`, the copy
-        counts as a holder of both blocks.
+        counts as a holder of both blocks. This method adds the copy to the holders of
+        `adds_holder_of`. For the other block, the caller must already have counted the copy.
         """
         self._shared[adds_holder_of] = self._shared.get(adds_holder_of, 1) + 1
         self._copies.append(BlockCopy(group, source, target))
@@ -134,6 +136,7 @@ class BlockPool:
         return copies
 
     def release_copies(self, num_copies: int) -> None:
+        """Ends the oldest `num_copies` copies, which then no longer count as holders."""
         copies, self._copies = self._copies[:num_copies], self._copies[num_copies:]
         ends = [
             (copy.group, block)
@@ -146,7 +149,8 @@ class BlockPool:
         self, context: ContextId, blocks: Iterable[BlockId], *, is_whole: bool = False
     ) -> None:
         """Makes blocks in use a context, which is reused after all other free blocks. If
-        `is_whole`, a later hit needs all these blocks.
+        `is_whole`, a later hit needs all these blocks. Does nothing in a simulation with its own
+        free queue.
         """
         if self.contexts is None and type(self._free) is FreeQueue:
             self._free = self.contexts = RetainingFreeQueue(self._free)
@@ -162,8 +166,8 @@ class BlockPool:
     def publish_whole(
         self, group: int, block_hash: BlockHash, block: BlockId, num_tokens: int
     ) -> None:
-        """Publishes a block in use under the hash of all its tokens. Hashes of prefixes that end
-        inside the block are removed.
+        """Publishes a block in use under the hash of all its tokens. The block ends with token
+        number `num_tokens` of a sequence. Hashes of prefixes that end inside the block are removed.
         """
         index = self.indexes[group]
         self._events.add(BlocksRemoved, group, index.remove([block]))
@@ -173,8 +177,8 @@ class BlockPool:
         self, group: int, block_hash: BlockHash, block: BlockId, num_tokens: int
     ) -> None:
         """Adds the hash of a sequence's first `num_tokens` tokens to the hashes of a block in use.
-        If the block was published for a shorter prefix before, the hashes for that prefix are
-        removed.
+        These tokens end inside the block. If the block was published for a shorter prefix before,
+        the hashes for that prefix are removed.
         """
         index = self.indexes[group]
         if block_hash in index.hashes_of(block):
@@ -185,12 +189,13 @@ class BlockPool:
         self._insert(group, block_hash, block, num_tokens)
 
     def move_hashes(self, group: int, source: BlockId, target: BlockId) -> None:
+        """Moves the hashes of `source` to `target`, its copy, which has no hash."""
         self.indexes[group].move(source, target)
         self.ages.published([target])
 
     def evict(self, blocks: Sequence[BlockId]) -> set[BlockId]:
-        """Returns the blocks that had a hash. Free blocks among them are reused next, the last one
-        first.
+        """Removes the hashes of blocks. Returns the blocks that had a hash. Free blocks among them
+        are reused next, the last one first.
         """
         evicted: set[BlockId] = set()
         blocks = list(dict.fromkeys(blocks))
@@ -204,7 +209,7 @@ class BlockPool:
         return evicted
 
     def reset(self) -> bool:
-        """Returns False if any block is in use."""
+        """Removes every hash and returns True. Returns False if any block is in use."""
         if len(self._free) < self.num_blocks - 1:
             return False
         for index in self.indexes:
@@ -215,9 +220,11 @@ class BlockPool:
         return True
 
     def take_events(self) -> tuple[Event, ...]:
+        """Returns the events of all prefix indexes since the last call, in order."""
         return self._events.take()
 
     def snapshot(self) -> tuple[BlocksStored, ...]:
+        """Returns every hash in the prefix indexes, as one event for each group."""
         return tuple(
             BlocksStored(group, tuple(index.hashes()))
             for group, index in enumerate(self.indexes)
@@ -225,10 +232,12 @@ class BlockPool:
         )
 
     def free_block_ids(self) -> list[BlockId]:
+        """All blocks in the free queue, in the order in which they will be allocated."""
         return self._free.order()
 
     @property
     def cached_block_ids(self) -> list[BlockId]:
+        """Published blocks of all groups, free or in use."""
         return [block for index in self.indexes for block in index.blocks()]
 
     @property
@@ -240,7 +249,7 @@ class BlockPool:
     ) -> None:
         """Checks that every block is either in the free queue or in block tables of requests.
         `tables` has the group, the blocks, and the hashes allowed for each block of every table.
-        Raises AssertionError.
+        Raises AssertionError. Tests call this method after each step.
         """
         holders: Counter[BlockId] = Counter()
         for group, blocks, hashes in tables:
@@ -282,7 +291,7 @@ class BlockPool:
         self.ages.published([block])
 
     def _drop_holder(self, block: BlockId) -> bool:
-        """Returns True if it was the last holder."""
+        """Removes one holder of a block. Returns True if it was the last holder."""
         ref_cnt = self._shared.get(block, 1) - 1
         if ref_cnt > 1:
             self._shared[block] = ref_cnt

@@ -29,8 +29,8 @@ _MANAGERS: dict[AttentionType, Callable[..., GroupManager]] = {
 class PrefixHit:
     """A cached prefix of a request: its blocks in each group (`tables`) and its length in tokens.
     `shared_prefix_boundary` is the length of a longer prefix that only some groups have cached, or
-    0 if there is none. A request that computes it again may publish the windows and states at the
-    prefix's end for later requests (Marconi, MLSys 2025).
+    0 if there is none. Another request has computed that prefix. A request that computes it again
+    may publish the windows and states at the prefix's end for later requests (Marconi, MLSys 2025).
     """
 
     tables: list[list[BlockId]]
@@ -40,6 +40,8 @@ class PrefixHit:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
+    """Groups that are searched together because their attention type and parameters are equal."""
+
     groups: list[int]
     search: PrefixSearch
     drops_last: bool
@@ -47,6 +49,8 @@ class _Kind:
 
 
 class Coordinator:
+    """Coordinates the groups of a pool, which are in the order of the pool's configuration."""
+
     def __init__(self, config: PoolConfig, pool: BlockPool) -> None:
         self._kinds = _kinds(config, pool)
         uses_eagle = {group for kind in self._kinds if kind.drops_last for group in kind.groups}
@@ -68,8 +72,8 @@ class Coordinator:
         self._needs_one_round = len(self._kinds) == 2 and isinstance(first, FullSearch)
 
     def find_longest_cache_hit(self, chain: Sequence[BlockHash], max_tokens: int) -> PrefixHit:
-        """Returns the longest hit of up to `max_tokens` tokens in a chain of hashes. Entries that
-        the request does not read are the null block.
+        """Returns the longest hit of up to `max_tokens` tokens in a chain of hashes. The hit has a
+        table for each group. Entries that the request does not read are the null block.
         """
         if self._is_single:
             kind = self._kinds[0]
@@ -79,7 +83,8 @@ class Coordinator:
     def find_divergent_cache_hit(self, chain: Sequence[BlockHash], max_tokens: int) -> PrefixHit:
         """Returns the hit of the full-attention groups. The hits of other groups may be shorter:
         each table has the blocks of its own group's hit. If another group's hit is longer, or all
-        hits are equally long, the result is the hit of `find_longest_cache_hit`.
+        hits are equally long, the result is the hit of `find_longest_cache_hit`. A KV connector can
+        load what the other groups lack.
         """
         common = self.find_longest_cache_hit(chain, max_tokens)
         first = self._kinds[0]
@@ -101,9 +106,12 @@ class Coordinator:
         return PrefixHit(tables, lengths[0])
 
     def _agree(self, chain: Sequence[BlockHash], max_tokens: int) -> PrefixHit:
-        """Each kind in turn shortens the prefix to the kind's longest hit. The shorter prefix may
-        no longer be a hit of an earlier kind, because a window must be cached as a whole. Therefore
-        the kinds are searched round after round, until a round does not change the length.
+        """Finds the longest prefix that is a hit in all kinds of groups.
+
+        Each kind in turn shortens the prefix to the kind's longest hit. The shorter prefix may no
+        longer be a hit of an earlier kind, because a window must be cached as a whole. Therefore
+        the kinds are searched round after round, until a round does not change the length. One
+        round suffices if there are only full attention and one other kind.
         """
         num_known = len(chain) * self._hash_block_size
         candidate = _Candidate(chain, num_known, max_tokens, [[] for _ in self.groups])
@@ -127,7 +135,10 @@ class Coordinator:
     def admit(self, hits: Sequence[GroupHit], need: Need, num_computed_tokens: int) -> Tables:
         """Creates tables with the hits, followed by new blocks for `need`.
 
-        Enough blocks must be free. Blocks are assigned in three passes over the groups.
+        Enough blocks must be free. `num_computed_tokens` counts the tokens of the hits and the
+        tokens after them that a KV connector loads. Blocks are assigned in three passes over the
+        groups. First all hit blocks leave the free queue, so that none of them is evicted. Then the
+        blocks of loaded tokens are allocated, and last the blocks of tokens to compute.
         """
         tables = tuple(group.admit(hit) for group, hit in zip(self.groups, hits, strict=True))
         for group, hit, table in zip(self.groups, hits, tables, strict=True):
@@ -139,7 +150,7 @@ class Coordinator:
         return tables
 
     def extend(self, tables: Tables, need: Need) -> None:
-        """Enough blocks must be free."""
+        """Adds the blocks that the tables lack for `need`. Enough blocks must be free."""
         for group, table in zip(self.groups, tables, strict=True):
             group.extend(table, need)
 
@@ -155,7 +166,8 @@ class _Candidate:
     longest: int = 0
     """The number of tokens in the longest hit that any kind has found."""
     full_lengths: dict[int, int] = field(default_factory=dict)
-    """Such a kind is searched only once, because each prefix of a full-attention hit is a hit too.
+    """Maps the first group of each full-attention kind to the kind's hit length in tokens. Such a
+    kind is searched only once, because each prefix of a full-attention hit is a hit too.
     """
     verified: set[int] = field(default_factory=set)
     """Kinds with `drops_last`, by their first group, for which the block after the prefix is known
@@ -194,6 +206,7 @@ class _Candidate:
 
 
 def _kinds(config: PoolConfig, pool: BlockPool) -> list[_Kind]:
+    """Returns the kinds, full attention first, because its hit bounds the other kinds' hits."""
     alike: dict[KVCacheGroup, list[int]] = {}
     for group, spec in enumerate(config.groups):
         alike.setdefault(_seen_alike(spec), []).append(group)
@@ -209,6 +222,7 @@ def _kinds(config: PoolConfig, pool: BlockPool) -> list[_Kind]:
 
 
 def _seen_alike(spec: KVCacheGroup) -> KVCacheGroup:
+    """Copies the fields that decide which groups are searched together. Resets all other fields."""
     return KVCacheGroup(
         spec.attention_type,
         spec.block_size,

@@ -1,7 +1,7 @@
 """Events of hashes that enter or leave the prefix index. MatchPrefix, WatchEvents and the directory
-in Redis are computed from these events. The names are those of vLLM's KV events. An event does not
-name a block's parent. Hashes are chained, so that the hashes of a prompt suffice to find its cached
-prefix.
+in Redis are computed from these events. Gateways use WatchEvents or the directory to choose
+replicas. The names are those of vLLM's KV events. An event does not name a block's parent. Hashes
+are chained, so that the hashes of a prompt suffice to find its cached prefix.
 """
 
 from dataclasses import dataclass
@@ -11,12 +11,16 @@ from services.common.pool.block_hash import BlockHash
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
+    """Hashes that entered the prefix index, in chain order."""
+
     group: int
     hashes: tuple[BlockHash, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
+    """Hashes that left the prefix index because no cached block has them any more."""
+
     group: int
     hashes: tuple[BlockHash, ...]
 
@@ -43,7 +47,7 @@ class EventBatch:
 
 
 class EventLog:
-    """Merges successive events of the same kind and group."""
+    """Stores events in order until `take`. Merges successive events of the same kind and group."""
 
     __slots__ = ("_cleared", "_runs")
 
@@ -54,6 +58,7 @@ class EventLog:
     def add(
         self, kind: type[BlocksStored | BlocksRemoved], group: int, hashes: list[BlockHash]
     ) -> None:
+        """Adds hashes that entered or left the index of a group."""
         if not hashes:
             return
         if self._runs and self._runs[-1][:2] == (kind, group):

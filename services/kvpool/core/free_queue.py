@@ -3,7 +3,8 @@
 vLLM stores free blocks in one linked list. Blocks without a hash are added at the front, blocks
 with a hash at the back, and only blocks with a hash are removed from the middle. Therefore the two
 sets never mix, and here they are stored separately: a stack of blocks without a hash, and an
-ordered map of blocks with a hash, least recently used first.
+ordered map of blocks with a hash, least recently used first. Each operation takes O(1) time per
+block. The stack adds and removes several blocks as one slice.
 """
 
 from collections import OrderedDict
@@ -19,9 +20,10 @@ class FreeQueue:
     __slots__ = ("_blank", "_cached")
 
     def __init__(self, blocks: Sequence[BlockId]) -> None:
-        """The first of them is reused first."""
+        """Starts with `blocks`, which are all blank. The first of them is reused first."""
         self._blank = list(reversed(blocks))
         self._cached: OrderedDict[BlockId, int] = OrderedDict()
+        """Maps each cached block to the time at which it was freed."""
 
     def __len__(self) -> int:
         return len(self._blank) + len(self._cached)
@@ -37,36 +39,41 @@ class FreeQueue:
 
     def pop_cached(self, num_blocks: int) -> tuple[list[BlockId], list[int]]:
         """Removes the `num_blocks` least recently used cached blocks. The queue must contain that
-        many. Returns the blocks, and the time at which each was freed.
+        many. Returns the blocks, and the time at which each was freed. The caller removes the
+        blocks from the prefix index.
         """
         blocks = list(islice(self._cached, num_blocks))
         return blocks, list(map(self._cached.pop, blocks))
 
     def push_blank(self, blocks: Sequence[BlockId]) -> None:
-        """The last of them is reused first."""
+        """Adds blocks without a hash to the front. The last of them is reused first."""
         self._blank.extend(blocks)
 
     def push_cached(self, blocks: Iterable[BlockId], now: int) -> None:
-        """The last of them is reused last."""
+        """Adds blocks with a hash to the back. The last of them is reused last."""
         cached = self._cached
         for block in blocks:
             cached[block] = now
 
     def push_mixed(self, blocks: Sequence[BlockId], has_hash: Sequence[bool], now: int) -> None:
-        """Among the added blocks without a hash, the first is reused first."""
+        """Adds blocks without a hash to the front and blocks with a hash to the back. Among the
+        added blocks without a hash, the first is reused first.
+        """
         blank = [block for block, found in zip(blocks, has_hash, strict=True) if not found]
         self._blank.extend(reversed(blank))
         self._cached.update(dict.fromkeys(compress(blocks, has_hash), now))
 
     def count_cached(self, blocks: Iterable[BlockId]) -> int:
+        """The number of these blocks that are free and have a hash."""
         return sum(map(self._cached.__contains__, blocks))
 
     def is_cached(self, block: BlockId) -> bool:
+        """Whether a block is free and has a hash."""
         return block in self._cached
 
     def remove_cached(self, blocks: Sequence[BlockId]) -> tuple[Sequence[BlockId], list[int]]:
-        """Returns the blocks that were not removed, and the times at which the removed blocks were
-        freed.
+        """Removes those `blocks` that are cached and free, from anywhere in the queue. Returns the
+        blocks that were not removed, and the times at which the removed blocks were freed.
         """
         cached = self._cached
         if cached.keys().isdisjoint(blocks):

@@ -1,13 +1,14 @@
 """Manages the block tables of a KV-cache group.
 
-The group's attention type decides which earlier tokens a query attends to. Therefore it also
-decides which blocks a running request needs, which of its blocks are freed, and which cached blocks
-are a prefix hit. Each attention type has a subclass of `GroupManager` and a search
-(`prefix_search`).
+A group has a block table for each request. The group's attention type decides which earlier tokens
+a query attends to. Therefore it also decides which blocks a running request needs, which of its
+blocks are freed, and which cached blocks are a prefix hit. Each attention type has a subclass of
+`GroupManager` and a search (`prefix_search`). The coordinator calls the managers and searches of
+all groups. vLLM's hybrid KV-cache manager divides the work in the same way.
 
-`KVCacheGroup.first_seen_block` returns the first block that a request with n computed tokens still
-needs. Earlier blocks are freed while the request runs, and their table entries become the null
-block.
+Each type has one rule: `KVCacheGroup.first_seen_block` returns the first block that a request with
+n computed tokens still needs. Earlier blocks are freed while the request runs, and their table
+entries become the null block.
 """
 
 from collections.abc import Iterable, Sequence
@@ -36,7 +37,9 @@ class BlockTable:
 
     blocks: list[BlockId] = field(default_factory=list)
     num_published: int = 0
-    """The number of leading entries that `publish` has processed."""
+    """The number of leading entries that `publish` has processed. Their blocks are published (in
+    the prefix index), except null entries, and entries that are in `evicted` or not in `_keeps`.
+    """
     num_null: int = 0
     """The number of leading entries that are the null block."""
     shared_tail: int | None = None
@@ -75,7 +78,7 @@ Filling = tuple[Tables, Chain, int]
 
 
 class GroupManager:
-    """Manages the block tables of one group."""
+    """Manages the block tables of one group. Each attention type has a subclass."""
 
     def __init__(
         self,
@@ -106,16 +109,21 @@ class GroupManager:
         self._zeroes = spec.attention_type is not AttentionType.STATE_SPACE and any(
             other.attention_type is AttentionType.STATE_SPACE for other in config.groups
         )
+        """Whether new blocks must be zeroed (`take_blocks_to_zero` has the reason)."""
         self._new_blocks: list[BlockId] = []
         if config.max_in_flight_tokens is not None and config.max_model_len is not None:
             self._max_admission_blocks = spec.max_admission_blocks(
                 config.max_in_flight_tokens, config.max_model_len
             )
 
+    # Counts of blocks that decide whether a request fits
+
     def num_missing(self, table: BlockTable, need: Need) -> int:
+        """The number of blocks that a request's table lacks for a step."""
         return max(0, -(-need.num_slots // self._block_size) - len(table.blocks))
 
     def num_missing_behind(self, hit: GroupHit, need: Need) -> int:
+        """The number of blocks that a request needs for a step in addition to its hit."""
         return self._num_behind(hit, -(-need.num_slots // self._block_size))
 
     def num_reserved(self, table: BlockTable, num_slots: int) -> int:
@@ -142,10 +150,13 @@ class GroupManager:
         """
         return True
 
+    # Operations that change tables
+
     def begin_step(self) -> None:
-        """From then on, blocks that earlier steps published count as stored."""
+        """Starts a step. From then on, blocks that earlier steps published count as stored."""
 
     def admit(self, hit: GroupHit) -> BlockTable:
+        """Creates a table with the blocks of a hit that the request still reads."""
         num_null = self._spec.first_seen_block(hit.num_computed_tokens)
         held = self.held_hits(hit)
         self._pool.touch(held)
@@ -163,7 +174,9 @@ class GroupManager:
     def extend_for_load(
         self, table: BlockTable, num_computed_tokens: int, *, is_async: bool
     ) -> None:
-        """Blocks of an asynchronous load are not zeroed, since zeroing could erase loaded data."""
+        """Adds blocks for the tokens that a KV connector loads. Blocks of an asynchronous load are
+        not zeroed, since zeroing could erase loaded data.
+        """
         num_blocks = -(-num_computed_tokens // self._block_size) - len(table.blocks)
         entries = self._pool.get_new_blocks(max(0, num_blocks))
         table.blocks += entries
@@ -171,7 +184,7 @@ class GroupManager:
             self._new_blocks += entries
 
     def extend(self, table: BlockTable, need: Need) -> list[BlockId]:
-        """Enough blocks must be free."""
+        """Adds and returns the blocks that a table lacks for `need`. Enough blocks must be free."""
         if table.shared_tail is not None:
             self._copy_shared_tail(table)
         num_blocks = -(-need.num_slots // self._block_size) - len(table.blocks)
@@ -194,6 +207,7 @@ class GroupManager:
             self._pool.free_in_order(self._group, freed[::-1])
 
     def publish(self, fillings: Iterable[Filling]) -> None:
+        """Publishes, for each filling, the full blocks of its tokens that have a hash."""
         for tables, chain, num_tokens in fillings:
             self._publish_one(tables[self._group], chain, self._num_publishable(num_tokens))
 
@@ -212,10 +226,13 @@ class GroupManager:
         return blocks
 
     def num_common_blocks(self, table: BlockTable, num_requests: int) -> int:  # noqa: ARG002
+        """The number of leading blocks that all requests share. 0 if blocks are freed early."""
         return 0
 
     def check(self, table: BlockTable, chain: Chain) -> None:  # noqa: ARG002
         assert not any(table.blocks[: table.num_null]), "a block where the null block should be"
+
+    # Hooks and helpers of subclasses
 
     def _keeps(self, positions: range, boundaries: Sequence[int]) -> list[bool] | None:  # noqa: ARG002
         """For each position, whether its block is published. None means that all are published.
@@ -233,6 +250,7 @@ class GroupManager:
         return max(0, num_blocks - max(len(hit.blocks), num_passed)) + self._needs_copy(hit)
 
     def _needs_copy(self, hit: GroupHit) -> bool:
+        """Whether the hit ends inside a block, to which the request writes its next tokens."""
         return bool(hit.blocks) and hit.num_tokens % self._block_size != 0
 
     def _copy_shared_tail(self, table: BlockTable) -> None:
@@ -245,8 +263,9 @@ class GroupManager:
         self._pool.copy(self._group, source, target, adds_holder_of=target)
 
     def _num_publishable(self, num_tokens: int) -> int:
-        """The result is the last possible end of a hit. If the last block of a hit is dropped, the
-        result is one block more, because a look-up reads the dropped block too.
+        """Rounds `num_tokens` down, so that only blocks that a hit can use are published. The
+        result is the last possible end of a hit. If the last block of a hit is dropped, the result
+        is one block more, because a look-up reads the dropped block too.
         """
         if not self._rounds_published:
             return num_tokens
@@ -256,6 +275,7 @@ class GroupManager:
         return aligned
 
     def _publish_one(self, table: BlockTable, chain: Chain, num_tokens: int) -> range:
+        """Publishes the full blocks of one table and returns the range of examined positions."""
         size, unit = self._block_size, self._hash_block_size
         begin, end = table.num_published, min(num_tokens, len(chain.hashes) * unit) // size
         end = min(end, len(table.blocks))
@@ -276,6 +296,7 @@ class GroupManager:
         return range(begin, end)
 
     def _boundaries(self, chain: Chain) -> list[int]:
+        """Token counts at which a later request that shares a prefix is likely to continue."""
         boundaries = _replay_boundaries(
             chain.num_prompt_tokens, self._hit_block_size, drops_last=self._drops_last_hit_block
         )
@@ -291,7 +312,8 @@ def _replay_boundaries(
 ) -> list[int]:
     """Token counts at which a later request continues if its prompt equals or extends this prompt.
 
-    An equal prompt hits at most all tokens but the last one, which must be computed again.
+    An equal prompt hits at most all tokens but the last one, which must be computed again. With
+    `drops_last`, a hit ends at a multiple of `hit_block_size`, and then loses its last block.
     """
     if not drops_last:
         return [num_prompt_tokens - 1]

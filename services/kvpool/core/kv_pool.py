@@ -1,4 +1,4 @@
-"""A pool of KV-cache blocks."""
+"""A pool of KV-cache blocks. Transactions allocate and free the blocks of requests."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,8 @@ from services.kvpool.core.validation import TransactionValidator
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """`num_query_tokens` is the number of tokens that admissions looked up. `num_hit_tokens` is the
+    """The current occupancy, and counts of the prefix cache since the pool was opened.
+    `num_query_tokens` is the number of tokens that admissions looked up. `num_hit_tokens` is the
     number of these tokens that were hits. Requests that resume after a preemption are not counted.
     """
 
@@ -40,11 +41,14 @@ class PoolStats:
 
 class KVPool:
     """A pool from one opening to the next (a generation). It allocates blocks, but does not decide
-    which requests get them. The rules are those of vLLM V1's KV-cache manager. Not thread-safe.
+    which requests get them. Only `transact` changes it. The rules are those of vLLM V1's KV-cache
+    manager. Not thread-safe.
     """
 
     def __init__(self, config: PoolConfig, make_free_queue: MakeFreeQueue = FreeQueue) -> None:
-        """Creates a pool with all blocks free. Raises InvalidPool or UnsupportedGroup."""
+        """Creates a pool with all blocks free. Raises InvalidPool or UnsupportedGroup. Simulations
+        pass a `make_free_queue` whose queue evicts in another order.
+        """
         config.validate()
         self.config = config
         self._hash_block_size = config.hash_block_size
@@ -98,6 +102,7 @@ class KVPool:
 
     @property
     def context_ids(self) -> list[ContextId]:
+        """The retained contexts that have blocks, in the order in which the blocks are reused."""
         contexts = self._blocks.contexts
         return [] if contexts is None else contexts.ids
 
@@ -109,7 +114,7 @@ class KVPool:
         return self._blocks.free_block_ids()
 
     def block_tables(self, request: RequestKey) -> tuple[tuple[BlockId, ...], ...]:
-        """The blocks of a request in each group."""
+        """The blocks of a request in each group. A request without blocks has empty tables."""
         tables = self._tables.get(request)
         if tables is None:
             return tuple(() for _ in self._groups)
@@ -151,7 +156,7 @@ class KVPool:
         )
 
     def block_map(self, max_cells: int) -> BlockMap:
-        """It is slow in a large pool."""
+        """Returns a map of the blocks in at most `max_cells` cells. It is slow in a large pool."""
         tables = (
             (request, table.blocks) for request, tables in self._tables.items() for table in tables
         )
@@ -166,7 +171,7 @@ class KVPool:
 
     def check(self) -> None:
         """Checks that free + used + null = total, and that ref_cnt and hashes match the tables.
-        Raises AssertionError.
+        Raises AssertionError. The call takes time proportional to the number of blocks of the pool.
         """
         self._blocks.check(
             (group, table.blocks, self._possible_hashes(request, group, len(table.blocks)))

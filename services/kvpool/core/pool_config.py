@@ -37,7 +37,8 @@ class PoolConfig:
     """
     max_model_len: int | None = None
     """Number of tokens of the longest sequence. Together with `max_in_flight_tokens` it limits the
-    number of free blocks that an admission requires in a group with windows.
+    number of free blocks that an admission requires in a group with windows. If either field is
+    None, that number is not limited.
     """
     max_in_flight_tokens: int | None = None
     """Limit on the total number of tokens in all steps that are in flight at once."""
@@ -51,21 +52,24 @@ class PoolConfig:
 
     @property
     def has_partial_hits(self) -> bool:
+        """Whether prefix hits may end inside a block."""
         return self.enable_prefix_caching and has_partial_hits(self.groups, self.hash_block_size)
 
     @property
     def cache_hit_alignment(self) -> int:
+        """The length of every hit is a multiple of this number of tokens."""
         return self.hash_block_size if self.has_partial_hits else hit_block_size(self.groups)
 
     @property
     def eagle_groups(self) -> frozenset[int]:
+        """Groups in which a hit's last block is dropped."""
         if not self.drop_last_hit_block:
             return frozenset()
         marked = {index for index, group in enumerate(self.groups) if group.is_eagle_group}
         return frozenset(marked or range(len(self.groups)))
 
     def validate(self) -> None:
-        """Raises InvalidPool or UnsupportedGroup, which name the field."""
+        """Checks all fields. Raises InvalidPool or UnsupportedGroup, which name the field."""
         if self.num_blocks < 2:
             raise InvalidPool(
                 f"num_blocks is {self.num_blocks}, but a pool needs the null block and at least "
@@ -85,6 +89,7 @@ class PoolConfig:
         self._validate_units()
 
     def _group_conflicts(self, group: KVCacheGroup) -> Iterator[tuple[str, str | None]]:
+        """Yields pairs of a field's name and the reason why its value is invalid, or None."""
         yield "window", _window_conflict(group)
         is_chunked = group.attention_type is AttentionType.CHUNKED_LOCAL
         is_state = group.attention_type is AttentionType.STATE_SPACE

@@ -1,4 +1,7 @@
-"""The ports to which pools publish their prefix indexes."""
+"""The ports to which pools publish their prefix indexes. They have three implementations: the
+directory in memory for MatchPrefix, streams of events for WatchEvents, and the directory in Redis,
+which replicas share and gateways read.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,13 +23,15 @@ class PoolMatch:
 
 
 class EventSink(Protocol):
-    """Never blocks, and raises no error."""
+    """Receives every change of the prefix indexes, in order. Never blocks, and raises no error."""
 
     def open(self, pool_id: PoolId, generation: int, config: PoolConfig) -> None:
-        """Notes that a pool was opened, empty and with a new generation number."""
+        """Notes that a pool was opened, empty and with a new generation number. Forgets its earlier
+        generations.
+        """
 
     def publish(self, pool_id: PoolId, batch: EventBatch) -> None:
-        """Batches of older generations are ignored."""
+        """Applies a batch of a pool's events. Batches of older generations are ignored."""
 
 
 class Directory(EventSink, Protocol):
@@ -34,7 +39,9 @@ class Directory(EventSink, Protocol):
 
     async def match(self, hashes: Sequence[BlockHash]) -> list[PoolMatch]:
         """Returns the hit length of a chain in each pool, ordered by pool. Pools without a hit are
-        left out. The hit is the longest prefix that every group can use.
+        left out. The hit is the longest prefix that every group can use. Depending on its attention
+        type, a group must have cached the whole prefix, the prefix's last window, or the state at
+        its end.
         """
 
     def drop(self, pool_id: PoolId, generation: int) -> None:

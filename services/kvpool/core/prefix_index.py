@@ -13,17 +13,19 @@ class PrefixIndex:
     """Maps hashes to the cached blocks of one group.
 
     Several blocks may have the same hash, since two requests can compute the same tokens at the
-    same time. A look-up returns the block that was inserted first. `len` counts hashes, not blocks.
+    same time. All of these blocks stay in the index, because a block in a block table is never
+    replaced by an equal one. A look-up returns the block that was inserted first. `len` counts
+    hashes, not blocks.
 
     If prefixes may end inside a block, a block can have several hashes: one for each prefix that
-    ends in the block.
+    ends in the block. The index then also stores the length of the first hash's prefix.
     """
 
     __slots__ = ("_block_of", "_duplicates", "_end_of", "_further", "_hash_of", "num_changes")
 
     def __init__(self) -> None:
         self.num_changes = 0
-        """Look-up results are valid until this number changes."""
+        """The number of additions and removals. Results of look-ups are valid until it changes."""
         self._block_of: dict[BlockHash, BlockId] = {}
         self._hash_of: dict[BlockId, BlockHash] = {}
         self._duplicates: dict[BlockHash, OrderedDict[BlockId, None]] = {}
@@ -34,7 +36,7 @@ class PrefixIndex:
         return len(self._block_of)
 
     def insert(self, hashes: Sequence[BlockHash], blocks: Sequence[BlockId]) -> list[BlockHash]:
-        """Returns the hashes that are new."""
+        """Adds blocks, each under the hash at its position. Returns the hashes that are new."""
         self.num_changes += bool(hashes)
         hash_of, block_of = self._hash_of, self._block_of
         new: list[BlockHash] = []
@@ -48,7 +50,7 @@ class PrefixIndex:
         return new
 
     def remove(self, blocks: Iterable[BlockId]) -> list[BlockHash]:
-        """Returns hashes that lost their last block."""
+        """Removes those `blocks` that have a hash. Returns hashes that lost their last block."""
         hash_of, block_of = self._hash_of, self._block_of
         blocks = [block for block in blocks if block in hash_of]
         if not blocks:
@@ -84,6 +86,7 @@ class PrefixIndex:
         return self._insert_one(block_hash, block)
 
     def move(self, source: BlockId, target: BlockId) -> None:
+        """Moves the hashes of `source` to `target`, which has no hash."""
         end = self._end_of.get(source, 0)
         hashes = self.hashes_of(source)
         self.remove([source])
@@ -91,11 +94,13 @@ class PrefixIndex:
             self.insert_at(block_hash, target, end)
 
     def find(self, block_hash: BlockHash) -> BlockId | None:
+        """Returns the first published block that has this hash, or None."""
         return self._block_of.get(block_hash)
 
     def find_prefix(self, hashes: Sequence[BlockHash], max_blocks: int) -> list[BlockId]:
+        """Returns the blocks of the chain's longest cached prefix, at most `max_blocks`."""
         blocks: list[BlockId] = []
-        with suppress(KeyError):
+        with suppress(KeyError):  # ends at the first miss, after the hits
             blocks.extend(map(self._block_of.__getitem__, islice(hashes, max_blocks)))
         return blocks
 
@@ -108,6 +113,7 @@ class PrefixIndex:
         self._end_of.clear()
 
     def hash_of(self, block: BlockId) -> BlockHash | None:
+        """The first hash of a block, or None."""
         return self._hash_of.get(block)
 
     def hashes_of(self, block: BlockId) -> list[BlockHash]:
@@ -122,10 +128,11 @@ class PrefixIndex:
         return list(self._block_of)
 
     def blocks(self) -> list[BlockId]:
+        """All blocks that have a hash, duplicates included."""
         return list(self._hash_of)
 
     def check(self) -> None:
-        """Checks that both mappings and the list of duplicates agree."""
+        """Checks that both mappings and the list of duplicates agree. Raises AssertionError."""
         found = set(zip(self._block_of.values(), self._block_of, strict=True))
         for block_hash, others in self._duplicates.items():
             assert others, "a hash is listed with no duplicates"
@@ -141,7 +148,7 @@ class PrefixIndex:
     def check_table(
         self, blocks: Sequence[BlockId], allowed: Sequence[Collection[BlockHash]]
     ) -> None:
-        """Checks that each block has only hashes that are allowed for it."""
+        """Checks that each block has only hashes that are allowed for it. Raises AssertionError."""
         for block, hashes in zip(blocks, allowed, strict=True):
             if block in self._hash_of:
                 found = self.hashes_of(block)

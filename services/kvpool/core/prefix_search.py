@@ -1,11 +1,13 @@
 """Searches the KV-cache groups of a pool for prefix hits.
 
 Groups with the same attention type and parameters form a set, which is searched by one
-`PrefixSearch`. A search returns a table for each group and the number of hit tokens. The rules are
-those of vLLM's managers.
+`PrefixSearch`. A block counts as cached only if each group of the set has a block with its hash. A
+search returns a table for each group and the number of hit tokens. Table entries that the request
+does not need to read are the null block. The rules are those of vLLM's managers.
 
-If a group's blocks are larger than a hash block, the hash of a block is therefore the chain's hash
-at the end of the block.
+A chain has a hash at every multiple of the hash block size. Each hash covers all tokens before its
+position. If a group's blocks are larger than a hash block, the hash of a block is therefore the
+chain's hash at the end of the block.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +22,9 @@ GroupHits = tuple[list[list[BlockId]], int]
 
 
 class PrefixSearch:
-    """Finds the longest hit of groups with the same attention type and parameters."""
+    """Finds the longest hit of groups with the same attention type and parameters. Each attention
+    type has a subclass.
+    """
 
     def __init__(
         self,
@@ -40,15 +44,18 @@ class PrefixSearch:
 
     def find(self, chain: Sequence[BlockHash], max_tokens: int, *, drop_last: bool) -> GroupHits:
         """Returns the longest hit of up to `max_tokens` tokens. With `drop_last`, a further cached
-        block must follow the hit, but is not part of it.
+        block must follow the hit, but is not part of it. The request computes that block again.
         """
         raise NotImplementedError
 
     def eagle_margin(self) -> int:
+        """The number of tokens after a hit that are looked up and dropped for a draft head."""
         return self._block_size
 
     def _blocks_at(self, chain: Sequence[BlockHash], num_tokens: int) -> list[BlockId] | None:
-        """None if any group lacks it."""
+        """For each group, the cached block that ends at token `num_tokens`. None if any group lacks
+        it.
+        """
         position = num_tokens // self._hash_block_size - 1
         if position >= len(chain):
             return None
@@ -63,7 +70,7 @@ class PrefixSearch:
 
 
 class FullSearch(PrefixSearch):
-    """A hit ends before the first block that is not cached."""
+    """The search for full attention. A hit ends before the first block that is not cached."""
 
     def find(self, chain: Sequence[BlockHash], max_tokens: int, *, drop_last: bool) -> GroupHits:
         tables = self._whole_blocks(chain, max_tokens)
@@ -98,7 +105,7 @@ class FullSearch(PrefixSearch):
         tables: list[list[BlockId]],
         num_tokens: int,
     ) -> int:
-        """Appends the block inside which a cached prefix ends, if any."""
+        """Appends the block inside which a cached prefix ends, if any. Returns the hit's length."""
         unit = self._alignment
         longest = min(num_tokens + self._block_size - unit, max_tokens, len(chain) * unit)
         for end in range(longest // unit * unit, num_tokens, -unit):
@@ -111,13 +118,14 @@ class FullSearch(PrefixSearch):
 
 
 class WindowSearch(PrefixSearch):
-    """Appends the block inside which a cached prefix ends, if any. Returns the hit's length in
-    tokens.
+    """The search for sliding windows, which runs from the end of the chain to its beginning. Only
+    the blocks in the last window of a hit must be cached, or all blocks of a shorter hit.
     """
 
     def find(self, chain: Sequence[BlockHash], max_tokens: int, *, drop_last: bool) -> GroupHits:
         size = self._block_size
         num_wanted = -(-(self.spec.window - 1) // size) + drop_last
+        # The window's blocks, last position first. An item has the blocks of all groups.
         run: list[list[BlockId]] = []
         begin = 0
         for position in range(self._num_whole_blocks(chain, max_tokens) - 1, -1, -1):
@@ -145,13 +153,16 @@ class WindowSearch(PrefixSearch):
         return tables, num_blocks * size
 
     def _aligned(self, num_blocks: int) -> int:
+        """Rounds `num_blocks` down to a possible end of a hit."""
         return (
             num_blocks * self._block_size // self._alignment * self._alignment // self._block_size
         )
 
 
 class ChunkSearch(PrefixSearch):
-    """The search for chunked local attention. Only the chunk of the next token must be cached."""
+    """The search for chunked local attention. Only the chunk of the next token must be cached.
+    Earlier chunks are not read any more, so they are part of a hit even if they are not cached.
+    """
 
     def find(self, chain: Sequence[BlockHash], max_tokens: int, *, drop_last: bool) -> GroupHits:
         if drop_last:
@@ -170,7 +181,7 @@ class ChunkSearch(PrefixSearch):
 
 
 class StateSearch(PrefixSearch):
-    """Only the state at the end of a hit must be cached."""
+    """The search for state-space layers. Only the state at the end of a hit must be cached."""
 
     def find(
         self,

@@ -16,7 +16,7 @@ from services.kvpool.core.pool_config import PoolConfig
 
 @dataclass(frozen=True, slots=True)
 class _KnownHit:
-    """It is valid until the prefix index changes."""
+    """The prefix hit that a look-up found. It is valid until the prefix index changes."""
 
     hit: PrefixHit
     max_hit_tokens: int
@@ -24,15 +24,18 @@ class _KnownHit:
 
 
 class RequestBlocks:
-    """Block tables and block hashes of a pool's requests."""
+    """Block tables and block hashes of a pool's requests. Executes validated operations."""
 
     def __init__(self, config: PoolConfig, blocks: BlockPool) -> None:
         self.coordinator = Coordinator(config, blocks)
         self.tables: dict[RequestKey, Tables] = {}
+        """Block tables of the requests that have blocks."""
         self.chains: dict[RequestKey, Chain] = {}
+        """Hashes of requests that have blocks, or whose prefix hits were looked up."""
         self.num_query_tokens = 0
         self.num_hit_tokens = 0
         self._hits: dict[RequestKey, _KnownHit] = {}
+        """The last look-up result of each request that has not been admitted since."""
         self._config = config
         self._blocks = blocks
         self._block_size = config.groups[0].block_size
@@ -42,6 +45,7 @@ class RequestBlocks:
         )
 
     def release(self, release: ops.Release) -> None:
+        """Frees the blocks of requests and deletes their hashes."""
         contexts = release.contexts or repeat(0)
         for request, context in zip(release.requests, contexts, strict=False):
             self.chains.pop(request, None)
@@ -64,7 +68,7 @@ class RequestBlocks:
     def _retain(self, context: ContextId, tables: Tables) -> None:
         """Retains the published blocks of an ended request as a context, which is reused after all
         other free blocks. If no group frees blocks early, the context is reused from its end, so
-        that its beginning can still be hit.
+        that its beginning can still be hit. Otherwise a hit needs all blocks of the context.
         """
         if self.coordinator.is_simple:
             published = (table.blocks[: table.num_published] for table in tables)
@@ -80,6 +84,7 @@ class RequestBlocks:
             self._blocks.retain(context, left, is_whole=True)
 
     def arrange_contexts(self, operation: ops.RankContexts | ops.DropContexts) -> None:
+        """Sets the order in which the blocks of contexts are reused, or ends some contexts."""
         contexts = self._blocks.contexts
         if contexts is None:
             return
@@ -102,7 +107,8 @@ class RequestBlocks:
         """
         if not self.coordinator.is_simple:
             return self._grow_one_by_one(index, grow)
-        # All tables of a request have equal length here, and growing frees no block.
+        # All tables of a request have equal length here, and growing frees no block. So the blocks
+        # of all requests can be allocated at once.
         size, num_groups = self._block_size, len(self._groups)
         num_left = self._blocks.num_free_blocks // num_groups
         growing: list[tuple[Tables, int]] = []
@@ -122,7 +128,7 @@ class RequestBlocks:
     def _distribute(
         self, blocks: list[BlockId], growing: Sequence[tuple[Tables, int]]
     ) -> tuple[ops.GroupBlocks, ...]:
-        """Each table receives as many of `blocks` as it needs, in order."""
+        """Distributes `blocks` in order. Each table receives as many blocks as it needs."""
         groups, end = self._no_blocks(), 0
         for tables, missing in growing:
             for index, table in enumerate(tables):
@@ -202,7 +208,7 @@ class RequestBlocks:
         return result, None
 
     def _hit(self, admission: ops.Admission) -> PrefixHit:
-        """Repeats its look-up only if the index has changed."""
+        """Returns the hit of a request. Repeats its look-up only if the index has changed."""
         limit, known = admission.max_hit_tokens, self._hits.pop(admission.request, None)
         if not (admission.new_hashes or admission.diverges) and known is not None:
             is_current = known.num_index_changes == self._blocks.num_index_changes
@@ -214,7 +220,8 @@ class RequestBlocks:
 
     def _fits(self, admission: ops.Admission, hits: Sequence[GroupHit], num_kept_free: int) -> bool:
         """Whether the request can read all hit blocks in this step, and enough blocks are free.
-        `num_kept_free` blocks must stay free.
+        `num_kept_free` blocks must stay free. Free hit blocks do not count as free, because they
+        must not be allocated. To save time, they are counted only if their number decides.
         """
         need = _need(admission)
         now = reserved = admission.num_watermark_blocks
@@ -254,8 +261,8 @@ class RequestBlocks:
         return tables
 
     def _continue(self, admission: ops.Admission) -> Tables | None:
-        """Returns None if blocks are missing. Even then blocks outside the request's window may be
-        freed.
+        """Extends and publishes the tables of a waiting request that already has blocks. Returns
+        None if blocks are missing. Even then blocks outside the request's window may be freed.
         """
         tables, need = self.tables[admission.request], _need(admission)
         num_reserved = sum(
@@ -346,7 +353,7 @@ def _need(admission: ops.Admission) -> Need:
 
 
 def _num_stored(admission: ops.Admission) -> int:
-    """Blocks that no query after these tokens can see are freed."""
+    """A number of tokens. Blocks that no query after these tokens can see are freed."""
     num_stored = admission.num_stored_tokens
     return admission.num_computed_tokens if num_stored is None else num_stored
 

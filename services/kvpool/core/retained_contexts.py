@@ -1,8 +1,8 @@
 """Retains contexts: free blocks that are reused after all other free blocks.
 
-The scheduler expects a later request to begin with the tokens of these blocks. Contexts only
-determine an order of reuse: their blocks are free and can be hit like all cached blocks, so no
-allocation fails for a context.
+A context consists of the cached blocks of a finished request, in order. The scheduler expects a
+later request to begin with the tokens of these blocks. Contexts only determine an order of reuse:
+their blocks are free and can be hit like all cached blocks, so no allocation fails for a context.
 """
 
 from collections import Counter
@@ -14,22 +14,26 @@ from services.kvpool.core.free_queue import FreeQueue
 
 
 class RetainingFreeQueue(FreeQueue):
-    """Blank blocks (without a hash) are reused first. Cached blocks in no context follow, the
-    oldest first, then the contexts in order, each from its end. A block in several contexts is
-    reused with the last of them. A block in use stays in its contexts. When a block of a *whole*
-    context is reused, the context ends, because a hit needs all its blocks.
+    """A free queue with contexts. Blank blocks (without a hash) are reused first. Cached blocks in
+    no context follow, the oldest first, then the contexts in order, each from its end. A block in
+    several contexts is reused with the last of them. A block in use stays in its contexts. When a
+    block of a *whole* context is reused, the context ends, because a hit needs all its blocks.
     """
 
     __slots__ = ("_changed", "_contexts", "_free", "_num_contexts", "_num_own", "_sums", "_whole")
 
     def __init__(self, queue: FreeQueue) -> None:
+        """Takes over the blocks of a queue without contexts."""
         self._blank, self._cached = queue._blank, queue._cached
         self._contexts: dict[ContextId, list[BlockId]] = {}
+        """The blocks of each context, in the order of reuse of the contexts."""
         self._num_contexts: dict[BlockId, int] = {}
+        """For each block in a context, the number of its contexts."""
         self._sums: dict[BlockId, int] = {}
         """For each block in a context, the sum of its contexts' ids: the id if it has one context.
         """
         self._free: dict[BlockId, int] = {}
+        """Maps each free block in a context to the time at which it was freed."""
         self._num_own: Counter[ContextId] = Counter()
         self._changed: dict[ContextId, None] = {}
         self._whole: set[ContextId] = set()
@@ -77,8 +81,8 @@ class RetainingFreeQueue(FreeQueue):
         self._contexts = ranked | known
 
     def drop(self, contexts: Iterable[ContextId]) -> None:
-        """Their blocks become ordinary cached blocks, which are reused before other cached blocks.
-        The blocks of the first context are reused first.
+        """Ends contexts. Their blocks become ordinary cached blocks, which are reused before other
+        cached blocks. The blocks of the first context are reused first.
         """
         for context in reversed([*contexts]):
             owned, num_contexts = self._contexts.pop(context, ()), self._num_contexts
@@ -154,6 +158,7 @@ class RetainingFreeQueue(FreeQueue):
         return super().is_cached(block) or block in self._free
 
     def count_retained(self, blocks: Iterable[BlockId]) -> int:
+        """The number of these blocks that are free and in a context."""
         return sum(map(self._free.__contains__, blocks))
 
     def remove_cached(self, blocks: Sequence[BlockId]) -> tuple[Sequence[BlockId], list[int]]:
@@ -193,7 +198,7 @@ class RetainingFreeQueue(FreeQueue):
         return [*self._cached, *retained]
 
     def _keep(self, blocks: Sequence[BlockId], now: int) -> list[BlockId]:
-        """Returns the blocks that are in no context."""
+        """Records when blocks of contexts were freed. Returns the blocks that are in no context."""
         known = self._num_contexts
         kept = [block for block in blocks if block in known]
         self._free.update(dict.fromkeys(kept, now))
@@ -201,8 +206,8 @@ class RetainingFreeQueue(FreeQueue):
         return [block for block in blocks if block not in known]
 
     def _leave(self, context: ContextId, block: BlockId) -> int | None:
-        """If the block is free and in no other context, removes it from the queue too, and returns
-        the time at which it was freed.
+        """Removes a block from a context. If the block is free and in no other context, removes it
+        from the queue too, and returns the time at which it was freed.
         """
         self._num_contexts[block] -= 1
         self._sums[block] -= context
@@ -217,6 +222,7 @@ class RetainingFreeQueue(FreeQueue):
         return self._free.pop(block)
 
     def _count_own(self, blocks: Sequence[BlockId], more: int) -> None:
+        """For each block that is in one context only, adds `more` to the context's `_num_own`."""
         num_contexts, sums = self._num_contexts, self._sums
         owners = Counter([sums[block] for block in blocks if num_contexts[block] == 1])
         for owner, number in owners.items():
@@ -230,6 +236,7 @@ class RetainingFreeQueue(FreeQueue):
         self._whole.discard(context)
 
     def _forget_blocks(self, blocks: Iterable[BlockId]) -> None:
+        """Removes blocks, which have lost their hashes, from all contexts."""
         lost = {block for block in blocks if block in self._num_contexts}
         if not lost:
             return

@@ -49,14 +49,20 @@ class AlignedStateManager(GroupManager):
     The state depends on all tokens of the sequence up to that token. A request needs one block, a
     second one while a step crosses into another block, and one for each draft token.
 
-    A block is published under the hash at its end only if its state is the state after its last
-    token. Therefore only a step that ends at the end of a block leaves a hit for other requests.
-    For this reason the scheduler ends the steps of a prompt at block boundaries and where a later
-    request is likely to continue (the "align" mode of vLLM's Mamba cache).
+    A step reads the state of the previous step and writes the block of the step's last token. The
+    blocks between these two have no state, and their entries are null. A block is published under
+    the hash at its end only if its state is the state after its last token. Therefore only a step
+    that ends at the end of a block leaves a hit for other requests. For this reason the scheduler
+    ends the steps of a prompt at block boundaries and where a later request is likely to continue
+    (the "align" mode of vLLM's Mamba cache).
 
     Keys and values can be hit in the step that computes them, because each layer writes before it
     reads. A state exists only after the step that computes it. A request that hits a state of the
     current step is therefore admitted in the next step.
+
+    If hits may end inside a block, the state at the end of a prompt is published before its block
+    is full. The request continues in this block, and a copy of it stays in the prefix index. A
+    request that hits the state continues in another copy.
     """
 
     def __init__(
@@ -108,14 +114,16 @@ class AlignedStateManager(GroupManager):
         return not hits or self._index.hash_of(hits[-1]) not in self._published_in_step
 
     def end_of_load(self, hit: GroupHit, num_computed_tokens: int) -> int:  # noqa: ARG002
+        """Returns the request's computed tokens, because it continues from the loaded state."""
         return hit.num_computed_tokens
 
     def begin_step(self) -> None:
         self._published_in_step.clear()
 
     def extend(self, table: BlockTable, need: Need) -> list[BlockId]:
-        """Blocks that the step skips get null entries. Blocks for draft tokens that are no longer
-        needed at their positions move to the end of the table.
+        """Adds blocks for the state after the tokens and for the states after draft tokens. Blocks
+        that the step skips get null entries. Blocks for draft tokens that are no longer needed at
+        their positions move to the end of the table.
         """
         blocks, num_before = table.blocks, len(table.blocks)
         num_wanted = -(-need.num_tokens // self._block_size) + self._num_speculative
@@ -173,10 +181,11 @@ class AlignedStateManager(GroupManager):
         position, table.shared_tail = table.shared_tail, None
         assert position is not None
         source = table.blocks[position]
-        if not table.has_state:
+        if not table.has_state:  # the state is a hit, and the request continues in the copy
             table.blocks[position] = target
             self._pool.copy(self._group, source, target, adds_holder_of=target)
             return
+        # The request will overwrite its own state, so the copy takes its place in the prefix index.
         self._pool.move_hashes(self._group, source, target)
         self._pool.copy(self._group, source, target, adds_holder_of=source)
         moved = self._index.hash_of(target)
@@ -185,7 +194,7 @@ class AlignedStateManager(GroupManager):
 
     def _publish_end_of_prompt(self, table: BlockTable, chain: Chain, num_tokens: int) -> None:
         """Publishes the state at the end of a step, if a later prompt is expected to continue there
-        (see `last_state_position`).
+        (see `last_state_position`). The state's block need not be full.
         """
         unit = self._hash_block_size
         if num_tokens <= 0 or num_tokens != last_state_position(
@@ -206,5 +215,6 @@ class AlignedStateManager(GroupManager):
 def state_manager(
     group: int, spec: KVCacheGroup, pool: BlockPool, config: PoolConfig, *, uses_eagle: bool
 ) -> GroupManager:
+    """Creates the manager of a state-space group, chosen by the group's cache mode."""
     manager = AlignedStateManager if spec.aligns_states else OverwrittenStateManager
     return manager(group, spec, pool, config, uses_eagle=uses_eagle)

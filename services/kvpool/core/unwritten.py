@@ -8,7 +8,8 @@ from services.kvpool.core.events import AllBlocksCleared, BlocksRemoved, BlocksS
 
 
 class UnwrittenChanges:
-    """A key that was both added and removed since the last `take` is not reported. After more than
+    """Stores the keys (shortened hashes) that are cached now, and the keys added or removed since
+    the last `take`. A key that was both added and removed is not reported. After more than
     `max_keys` changes, or a reset of the pool, the changes are dropped and `must_restart` is set.
     The owner must then write a snapshot, which begins a new epoch in the log. Readers discard the
     entries of earlier epochs.
@@ -18,6 +19,7 @@ class UnwrittenChanges:
         self._max_keys = max_keys
         self._cached: set[int] = set()
         self._xor = 0
+        # Dictionaries serve as ordered sets, so that the keys of a chain are written in order.
         self._added: dict[int, None] = {}
         self._removed: dict[int, None] = {}
         self.must_restart = False
@@ -48,7 +50,7 @@ class UnwrittenChanges:
         return Digest(len(self._cached), self._xor)
 
     def take(self) -> tuple[list[int], list[int]]:
-        """Returns the keys added and the keys removed since the last call."""
+        """Returns the keys added and the keys removed since the last call. No key is in both."""
         changes = list(self._added), list(self._removed)
         self._forget_changes()
         return changes

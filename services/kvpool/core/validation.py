@@ -9,8 +9,9 @@ from services.kvpool.core.errors import RequestAlreadyAdmitted, RequestNotAdmitt
 
 
 class TransactionValidator:
-    """Checks a transaction as if enough blocks were free. Executing a transaction that passes these
-    checks raises no error, even if the transaction stops early because blocks are missing.
+    """Checks a transaction as if enough blocks were free. Tracks which requests would have blocks.
+    Executing a transaction that passes these checks raises no error, even if the transaction stops
+    early because blocks are missing. The validator changes nothing in the pool.
     """
 
     def __init__(self, admitted: AbstractSet[RequestKey], num_blocks: int) -> None:

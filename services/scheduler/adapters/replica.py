@@ -47,6 +47,7 @@ class ReplicaShape:
 
     @property
     def pipeline_parallel_size(self) -> int:
+        """Number of pipeline stages into which the model is divided."""
         return num_stages(self.description)
 
     @property
@@ -56,10 +57,12 @@ class ReplicaShape:
 
     @property
     def takes_whole_prompts(self) -> bool:
+        """Whether each prompt is computed in one step, without prefix caching."""
         return self.pooler is not None and self.pooler.takes_whole_prompts
 
     @property
     def groups(self) -> tuple[KVCacheGroup, ...]:
+        """The KV-cache groups that share the pool."""
         groups = map(kv_cache_group_from_proto, self.description.groups)
         return tuple(group for group in groups if group is not None)
 
@@ -80,7 +83,7 @@ class ReplicaClient:
         workers: WorkerGroup,
         configure: Callable[[ReplicaShape], SchedulerConfig],
     ) -> None:
-        """May raise FailedPrecondition."""
+        """`configure` returns the scheduler's configuration. May raise FailedPrecondition."""
         self._pool = pool
         self._workers = workers
         self._configure = configure
@@ -93,7 +96,8 @@ class ReplicaClient:
 
     async def open(self) -> ReplicaShape:
         """Waits without a time limit until the pool and the workers are reachable, and opens them,
-        which empties them.
+        which empties them. Logs why it waits: at once if the pool or a worker belongs to another
+        scheduler or has another protocol version, otherwise after `QUIET_SECONDS`.
         """
         delay, logged, refused = FIRST_RETRY_SECONDS, "", ""
         loop = asyncio.get_running_loop()
@@ -118,7 +122,7 @@ class ReplicaClient:
 
     @property
     def kernels(self) -> str:
-        """Empty before the first opening."""
+        """The names of the kernels that worker 0 uses, as text. Empty before the first opening."""
         return "" if self._shape is None else self._shape.description.kernels
 
     @property
@@ -126,6 +130,7 @@ class ReplicaClient:
         return self._workers.were_ended
 
     def watch(self, on_lost: Callable[[PoolLost | WorkersLost], None]) -> None:
+        """Sets a callback for losses of the pool or the workers that occur between calls."""
         self._pool.on_lost = on_lost
         self._workers.on_lost = on_lost
 
@@ -192,7 +197,7 @@ def _shape(ranks: list[worker_pb2.DescribeResponse]) -> ReplicaShape:
 
 
 def _conflict(rank: worker_pb2.DescribeResponse, first: worker_pb2.DescribeResponse) -> str | None:
-    """What is wrong with a rank's description of its KV cache."""
+    """What is wrong with a rank's description of its KV cache. None if nothing is wrong."""
     if not rank.groups:
         return "describes no KV-cache group"
     for index, group in enumerate(rank.groups):
@@ -217,12 +222,14 @@ _NAMES = {
     "max_loras": "another max_loras or max_cpu_loras",
     "max_cpu_loras": "another max_loras or max_cpu_loras",
 }
+"""Maps fields of a worker's description to clearer names for error messages."""
 _MAY_CHANGE = frozenset(
     {
         *("incarnation", "model_name", "num_blocks", "bytes_per_block", "kv_cache_sizing"),
         *("dtype", "kv_cache_dtype", "kernels", "seen_generation"),
     }
 )
+"""Fields of a worker's description that may change, so that `_require_same` ignores them."""
 
 
 def _require_same(before: ReplicaShape, after: ReplicaShape) -> None:

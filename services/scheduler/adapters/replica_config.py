@@ -73,7 +73,9 @@ def scheduler_config(settings: SchedulerSettings, shape: ReplicaShape) -> Schedu
 
 
 def _policy_settings(settings: SchedulerSettings) -> dict[str, Any]:
-    """Raises FailedPrecondition if the selected policy does not use one of them."""
+    """The settings of scheduling policies that have a value. Raises FailedPrecondition if the
+    selected policy does not use one of them.
+    """
     given = {name: getattr(settings, name) for name in POLICY_SETTINGS}
     given = {name: value for name, value in given.items() if value is not None}
     if unused := unused_settings(settings.policy, given):
@@ -84,6 +86,7 @@ def _policy_settings(settings: SchedulerSettings) -> dict[str, Any]:
 
 
 def _check(config: SchedulerConfig, settings: SchedulerSettings, shape: ReplicaShape) -> None:
+    """Raises FailedPrecondition if a setting cannot work with this replica."""
     if config.max_model_len < SHORTEST_SEQUENCE:
         raise FailedPrecondition(
             f"the worker's KV cache of {shape.num_blocks} blocks, one of them the null block, "
@@ -109,6 +112,7 @@ def _check(config: SchedulerConfig, settings: SchedulerSettings, shape: ReplicaS
 def session_opened_to_proto(
     shape: ReplicaShape, config: SchedulerConfig, incarnation: str
 ) -> scheduler_pb2.SessionOpened:
+    """The first message of a gateway's session: the replica's model and limits."""
     built = shape.description
     return scheduler_pb2.SessionOpened(
         incarnation=incarnation,

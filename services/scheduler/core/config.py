@@ -14,7 +14,7 @@ from services.scheduler.core.kv_transfer import KVLoadFailurePolicy, KVRole
 
 @dataclass(frozen=True)  # without slots: cached properties are stored in the instance
 class SchedulerConfig:
-    """Most names are vLLM's. Limits on tokens apply to one step."""
+    """The scheduler's configuration. Most names are vLLM's. Limits on tokens apply to one step."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -25,6 +25,7 @@ class SchedulerConfig:
     fingerprint: bytes = b""
     """Identifies the model. Seeds the hash of every sequence's first block."""
     policy: str = "fcfs"
+    """Name of a scheduling policy, as in `policies.POLICIES`."""
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
@@ -32,9 +33,9 @@ class SchedulerConfig:
     long_prefill_token_threshold_adaptive: bool = False
     """Whether a threshold above 0 is raised to `max_num_batched_tokens` / number of requests."""
     max_num_scheduled_tokens: int | None = None
-    """None selects `max_num_batched_tokens`."""
+    """The token budget of a step. None selects `max_num_batched_tokens`."""
     max_num_active_seqs: int | None = None
-    """None selects `max_num_seqs`, the rows of the workers' batch."""
+    """Limit on running requests. None selects `max_num_seqs`, the rows of the workers' batch."""
     scheduler_reserve_full_isl: bool = True
     """Whether an admission needs free blocks for all its tokens, not only for the first chunk."""
     async_scheduling: bool = False
@@ -43,13 +44,14 @@ class SchedulerConfig:
     """Limit on the draft tokens that the workers propose for each request in a step."""
     num_speculative_rows: int = 0
     """Limit on the tokens of all decoding requests in a step, draft tokens included. Each request
-    then has the largest equal number of drafts that keeps the limit.
+    then has the largest equal number of drafts that keeps the limit. With 0, there is no limit, and
+    each request has `num_speculative_tokens` drafts.
     """
     num_lookahead_tokens: int = 0
     """Cache slots of each request for tokens of a draft model. Only set in tests and replays."""
     drop_last_hit_block: bool = False
     """Whether the last block of a prefix hit is computed again, because a draft head (EAGLE) needs
-    the block's hidden states.
+    the block's hidden states. The workers report whether they have such a head.
     """
     pooling: bool = False
     """Whether the workers compute one vector from each prompt instead of sampling tokens (vLLM's
@@ -73,9 +75,11 @@ class SchedulerConfig:
     aging_interval: int = 8
     """Every n-th admission without a cached context admits the longest waiting request. Sets n."""
     max_warm_admissions: int = 32
+    """Limit on admissions of requests with cached contexts while a request without one waits."""
     encoder_compute_budget: int = 0
     """Limit on the embeddings that the encoder computes in one step."""
     encoder_cache_size: int = 0
+    """Number of embeddings of prompt items (such as images) that the workers can cache."""
     disable_chunked_mm_input: bool = False
     """Whether a prompt chunk must end before a prompt item (such as an image) that it would split.
     """
@@ -84,6 +88,7 @@ class SchedulerConfig:
     kv_role: KVRole | None = None
     """Whether the KV connector loads, stores, or does both. None without a KV connector."""
     kv_load_failure_policy: KVLoadFailurePolicy = KVLoadFailurePolicy.FAIL
+    """What happens to a request if the KV connector could not load some of its blocks."""
     requires_kv_delivery: bool = False
     """Whether tokens that steps in flight sample for a preempted request are discarded."""
     supports_divergent_local_hybrid_hits: bool = False
@@ -111,6 +116,7 @@ class SchedulerConfig:
 
     @cached_property
     def num_steps_in_flight(self) -> int:
+        """Limit on the number of planned steps whose output has not been applied."""
         return max(2 if self.async_scheduling else 1, self.pipeline_parallel_size)
 
     @cached_property
@@ -152,11 +158,14 @@ class SchedulerConfig:
 
     @cached_property
     def foretells_hits(self) -> bool:
-        """Whether the published hashes alone determine a request's prefix hit."""
+        """Whether the published hashes alone determine a request's prefix hit. This is the case if
+        all layers have full attention and hits end at block boundaries.
+        """
         return self.only_grows and self.hash_block_size == self.block_size
 
     @cached_property
     def holds_states(self) -> bool:
+        """Whether some layers store a state instead of keys and values."""
         return any(group.attention_type is AttentionType.STATE_SPACE for group in self.all_groups)
 
     @cached_property
@@ -186,6 +195,7 @@ class SchedulerConfig:
 
     @cached_property
     def has_partial_hits(self) -> bool:
+        """Whether prefix hits may end inside a block."""
         return self.enable_prefix_caching and has_partial_hits(self.groups, self.hash_block_size)
 
     def num_drafts(self, num_running: int) -> int:
@@ -197,6 +207,7 @@ class SchedulerConfig:
 
     @cached_property
     def max_in_flight_tokens(self) -> int:
+        """Limit on the total number of tokens of all steps in flight."""
         return self.max_num_batched_tokens * self.num_steps_in_flight
 
     @cached_property

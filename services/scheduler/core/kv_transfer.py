@@ -1,6 +1,7 @@
 """Types by which the plans and outputs of steps describe transfers of keys and values between the
-KV cache and a KV connector, such as the tier of host memory to which workers offload KV blocks.
-Names follow vLLM.
+KV cache and a KV connector, such as the tier of host memory to which workers offload KV blocks. The
+plan of a step lists the transfers that begin with the step, and its output reports the transfers
+that have ended. Names follow vLLM.
 """
 
 import enum
@@ -17,15 +18,20 @@ TierBlockId = NewType("TierBlockId", int)
 
 
 class KVRole(enum.Enum):
+    """The direction in which keys and values are transferred."""
+
     BOTH = "kv_both"
     CONSUMER = "kv_consumer"
     PRODUCER = "kv_producer"
 
 
 class KVLoadFailurePolicy(enum.Enum):
+    """What happens to a request if some of its blocks could not be loaded."""
+
     RECOMPUTE = "recompute"
     """The request's tokens are computed again from the first block whose load failed."""
     FAIL = "fail"
+    """The request ends with an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +63,7 @@ NO_RESULTS = KVTransferResults()
 
 @dataclass(frozen=True, slots=True, order=True)
 class BlockTransfer:
-    """`key` identifies its contents."""
+    """A transfer of a block between KV cache and host memory. `key` identifies its contents."""
 
     block: BlockId
     tier_block: TierBlockId

@@ -19,7 +19,8 @@ from services.scheduler.core.request import Request, TurnEnd
 
 class WaitReason(Enum):
     """Why a step did not admit a waiting request. A reason in `OWN_REASONS` concerns one request:
-    the step skips (passes over) it, and may admit requests behind it.
+    the step skips (passes over) it, and may admit requests behind it. Most other reasons end
+    admission in the step, and apply to all requests behind the first one.
     """
 
     BUDGET = "budget"
@@ -40,11 +41,13 @@ class WaitReason(Enum):
     HELD_BACK = "held_back"
     """The request is held back during the search for a request whose steps always fail."""
     PAUSED = "paused"
+    """An operator paused the engine."""
     RECOVERY = "recovery"
-    """Only telemetry uses this reason."""
+    """The pool or the workers are lost, so no step is planned. Only telemetry uses this."""
     ADAPTERS = "adapters"
     """The adapter is not loaded, or running requests use `max_loras` other adapters."""
     SESSION = "session"
+    """The request is a session (with several turns) and waits for its next input."""
     REMOTE_KV = "remote_kv"
     """Keys and values are being loaded, or the KV connector does not know what it can load."""
     GRAMMAR = "grammar"
@@ -65,9 +68,11 @@ OWN_REASONS = frozenset(
         WaitReason.OUTPUT_IN_FLIGHT,
     }
 )
+"""Reasons for which a step skips one request and then examines the next."""
 
 
 def preparation_wait(request: Request) -> WaitReason:
+    """The wait reason of a request whose adapter is being loaded or whose grammar compiles."""
     return WaitReason.ADAPTERS if request.awaits_adapter else WaitReason.GRAMMAR
 
 
@@ -75,18 +80,22 @@ class PreemptionCause(Enum):
     """Why running requests returned to the queue."""
 
     NO_BLOCKS = "no_blocks"
+    """A running or waiting request needed the victim's blocks."""
     RESET = "reset"
+    """An operator reset the prefix cache."""
     FAULT_SEARCH = "fault_search"
     """The search for a request whose steps always fail allows only few requests to run."""
     POOL_LOST = "pool_lost"
+    """The pool ended or did not answer."""
     WORKERS_LOST = "workers_lost"
+    """A worker ended or did not answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preemption:
     victim: Request
     cause: Request
-    """The request that needed the blocks."""
+    """The request that needed the blocks. May be the victim itself."""
     num_lost_tokens: int
     """Number of the victim's tokens that were computed before its blocks were freed."""
 
@@ -111,8 +120,11 @@ class SchedulerOutput:
     prefill_chunks: frozenset[Request] = frozenset()
     """Requests with tokens left to compute after the step. The step samples no token for them."""
     new: list[Request] = field(default_factory=list)
+    """Requests that are admitted for the first time."""
     resumed: list[Request] = field(default_factory=list)
+    """Requests that are admitted again after a preemption."""
     preemptions: list[Preemption] = field(default_factory=list)
+    """The preemptions of the step, in the order in which they happened."""
     wait_reason: WaitReason | None = None
     """Why the first waiting request that the step did not skip was not admitted. If the step
     skipped all waiting requests, this is the reason of the first one. None if no request waits.
@@ -124,9 +136,11 @@ class SchedulerOutput:
     evicted_encoder_inputs: Sequence[str] = ()
     """Identifiers of prompt items whose embeddings the workers delete before the step."""
     passed_over: dict[Request, WaitReason] = field(default_factory=dict)
+    """Waiting requests that the step skips, each with the reason."""
     removed_rows: Sequence[int] = ()
     """Rows (indexes of requests in the workers' persistent batch) freed since the previous plan."""
     block_ids_to_zero: Sequence[BlockId] = ()
+    """Blocks that the workers zero before the step."""
     copies: Sequence[BlockCopy] = ()
     """Blocks that the workers copy before the step, in order."""
     loads: Sequence[KVLoad] = ()
@@ -134,7 +148,7 @@ class SchedulerOutput:
     kv_connector_metadata: KVConnectorMetadata | None = None
     """What the KV connector sends from its scheduler side to its worker side."""
     awaits_transfers: bool = False
-    """Whether KV transfers are in progress."""
+    """Whether KV transfers are in progress. Only the output of a step reports their ends."""
     dropped: AbstractSet[Request] = frozenset()
     """Requests for which the step samples tokens that will be discarded."""
 
@@ -142,7 +156,7 @@ class SchedulerOutput:
 
     @property
     def is_sent(self) -> bool:
-        """An empty step is not sent."""
+        """Whether the step is sent to the workers. An empty step is not sent."""
         return bool(
             self.requests
             or self.removed_rows
@@ -177,12 +191,14 @@ class ModelRunnerOutput:
     logprobs: Mapping[int, object] = field(default_factory=dict)
     """Log-probabilities, which the scheduler passes on unread."""
     nan_requests: frozenset[int] = frozenset()
+    """Requests whose logits contain NaN."""
     refused_tokens: Mapping[int, int] = field(default_factory=dict)
     """Position, in a request's sampled tokens, of the first token that its grammar refuses. Equals
     the number of sampled tokens if the workers did not send the refused token.
     """
     grammar_errors: Mapping[int, str] = field(default_factory=dict)
-    """Their requests are also in `refused_tokens`."""
+    """Errors of grammars that failed on the workers. Their requests are also in `refused_tokens`.
+    """
     pooled: Mapping[int, object] = field(default_factory=dict)
     """Vectors of prompts (embedding models), which the scheduler passes on unread."""
     execute_nanos: int = 0
@@ -196,7 +212,7 @@ class ModelRunnerOutput:
 
 @dataclass(frozen=True, slots=True)
 class EngineCoreOutput:
-    """The new tokens of one request."""
+    """The new tokens of one request. May be empty if the request ended."""
 
     request: Request
     token_ids: Sequence[int]
@@ -216,6 +232,7 @@ class EngineCoreOutputs:
     """
     num_tokens: int
     turns: Mapping[Request, TurnEnd] = field(default_factory=dict)
+    """Maps sessions (requests with several turns) whose turn ended with the step to `TurnEnd`."""
     execute_nanos: int = 0
     """Compute time of the workers, in nanoseconds; 0 if not measured."""
     pooled: Mapping[int, object] = field(default_factory=dict)

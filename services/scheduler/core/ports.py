@@ -1,6 +1,7 @@
 """The interfaces of the engine (the loop that plans and sends steps) to the pool of KV blocks, the
 workers, and the consumers of a step's output. A generation is the time from the opening of the pool
-and the workers until one of them is lost.
+and the workers until one of them is lost. `services/common/pool/operations.py` defines the pool's
+operations.
 """
 
 from asyncio import Future
@@ -31,6 +32,8 @@ class PoolLost(Unavailable):
 
 
 class WorkersLost(Unavailable):
+    """The workers have lost their keys and values, for example because a process ended."""
+
     reason = "WORKERS_LOST"
 
 
@@ -63,7 +66,7 @@ class PoolAndWorkers(Protocol):
         """Whether a signal or supervisor, and not a step, ended a worker of this generation."""
 
     async def open(self) -> object:
-        """Begins a generation with empty pool and workers."""
+        """Begins a generation with empty pool and workers. Waits until all are reachable."""
 
 
 class Readiness(Protocol):
@@ -73,7 +76,7 @@ class Readiness(Protocol):
         """Called when the pool and the workers are reachable."""
 
     def not_ready(self, reason: str) -> None:
-        """`reason` is a sentence."""
+        """Called when the pool or the workers are not reachable. `reason` is a sentence."""
 
 
 class Delivery(Protocol):
@@ -105,10 +108,10 @@ class StepObserver(Protocol):
         """Called when requests have ended between steps, before their ends are delivered."""
 
     def paused(self) -> None:
-        """Repeated calls are allowed."""
+        """Called when an operator has paused the engine. Repeated calls are allowed."""
 
     def resumed(self) -> None:
-        """Repeated calls are allowed."""
+        """Called when an operator has ended the pause. Repeated calls are allowed."""
 
     def preempted(self, requests: Sequence[Request], cause: PreemptionCause) -> None:
         """Called when running requests were preempted between steps."""
@@ -120,4 +123,4 @@ class StepObserver(Protocol):
         """Called when an empty pool and empty workers are reachable after a loss."""
 
     def stopped(self) -> None:
-        """The outputs of steps in flight are discarded."""
+        """Called when the engine stops. The outputs of steps in flight are discarded."""

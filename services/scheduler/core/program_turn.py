@@ -1,5 +1,6 @@
 """Turns and pauses of programs, for traces and views. A program is the series of requests (turns)
-of one run of an agent.
+of one run of an agent. In a pause between two turns, the agent executes a tool, and the program's
+context (the KV blocks that the last turn has left in the pool) may stay cached.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,9 @@ class ProgramTurn:
     its turns overlap.
     """
     began: float = 0.0
+    """The time at which the conversation's first turn arrived."""
     tool: str = ""
+    """The tool that ran before the turn."""
     pause_seconds: float | None = None
     """The time from the end of the previous turn to this turn. None if no context is continued."""
     num_context_tokens: int = 0
@@ -31,11 +34,13 @@ class ProgramTurn:
 
 @dataclass(frozen=True, slots=True)
 class PausedProgram:
+    """A program between two turns."""
+
     program: str
     """The id that the client gave the program, or # and a number."""
     tenant: bytes
     tool: str
-    """The tool that runs during the pause."""
+    """The tool that runs during the pause. Empty if unknown."""
     seconds: float
     """The time since the end of the last turn."""
     num_turns: int

@@ -1,5 +1,7 @@
 """A request: a list of tokens, and the number of tokens that are computed. A session is a request
-with several turns: after each answer it keeps its blocks and waits for further input.
+with several turns: after each answer it keeps its blocks and waits for further input. A program is
+the series of requests of one run of an agent. A context is the KV blocks that an ended request of a
+program has left in the pool.
 """
 
 import copy
@@ -36,6 +38,7 @@ class RequestStatus(enum.Enum):
 
     @property
     def is_blocked(self) -> bool:
+        """Whether a request with this status cannot be admitted until the status changes."""
         return self in _BLOCKED
 
 
@@ -55,7 +58,7 @@ class TurnEnd:
 
 @dataclass(slots=True, eq=False)
 class Request(ComputedTokens):
-    """One sequence: a prompt and one answer."""
+    """One sequence: a prompt and one answer. Requests are compared by identity."""
 
     request_id: str
     """The id in logs, traces and aborts."""
@@ -76,8 +79,9 @@ class Request(ComputedTokens):
     adapter_digest: bytes = b""
     """SHA-256 of the files of the request's adapter. Empty if it has none."""
     adapter_name: str = ""
+    """The name of the adapter in clients' requests."""
     awaits_adapter: bool = False
-    """Whether the workers are still loading the adapter."""
+    """Whether the workers are still loading the adapter. Until then, `grammar` is COMPILING."""
     encoder_inputs: tuple[EncoderInput, ...] = ()
     """Items of the prompt, such as images, that the encoder computes, in order of position."""
     traceparent: str = ""
@@ -99,14 +103,16 @@ class Request(ComputedTokens):
     num_choices: int = 0
     """The client's `n` (answers per prompt), set in the first request of a prompt, for metrics."""
     resumable: bool = False
+    """Whether the request is a session."""
     turn_ended_unix_nanos: int = 0
-    """Time of the end of a session's previous turn, in Unix nanoseconds."""
+    """Time of the end of a session's previous turn, in Unix nanoseconds. Only used by traces."""
     chunks: deque[InputChunk | None] = field(default_factory=deque)
-    """Inputs of a session's next turns that have already arrived."""
+    """Inputs of a session's next turns that have already arrived. None ends the session."""
     reads_prefix_cache: bool = True
     """False if every prompt token must be computed, as for prompt log-probabilities."""
 
     program: DeclaredProgram | None = None
+    """The fields of the client's request that name its program."""
     program_turn: ProgramTurn | None = None
     """The request's turn in its program. None if the policy does not group requests into programs.
     """
@@ -119,7 +125,7 @@ class Request(ComputedTokens):
     context: ContextId | None = None
     """The context that the request's blocks became at its end. None if there is none."""
     grammar: GrammarStatus | None = None
-    """Whether the workers have prepared the grammar and the adapter."""
+    """Whether the workers have prepared the grammar and the adapter. None if there is neither."""
     error: str = ""
     """The error with which the request ended, or will end when a step tries to admit it."""
     error_reason: FinishReason = FinishReason.ERROR
@@ -129,11 +135,13 @@ class Request(ComputedTokens):
     finish_reason: FinishReason | None = None
     """Why the request or its turn ended. None until it ends."""
     stop_token_id: int | None = None
-    """The stop token that ended the request."""
+    """The stop token that ended the request. None if it ended for another reason."""
     ending_token_ids: frozenset[int] = field(init=False, default=frozenset())
+    """The end-of-sequence tokens and stop tokens that end the request."""
     fast_path_end: int = 0
     """The step before which the request leaves the fast path (see `RunningRequests`)."""
     admission_number: int = 0
+    """Increases with each admission, and orders the running requests."""
     max_num_tokens: int = 0
     """Total number of tokens at which the request ends. Set when the request is queued."""
     is_prefill_chunk: bool = False
@@ -141,7 +149,7 @@ class Request(ComputedTokens):
     draft_token_ids: list[int] = field(default_factory=list)
     """Draft tokens that follow `token_ids`. -1 stands for a draft that only the workers know."""
     num_slots: int = 0
-    """Number of slots in the block table."""
+    """Number of slots in the block table. A slot is memory for one token."""
     num_tokens_left_behind: int = 0
     """Number of stored tokens when the pool last freed blocks that sliding windows had left. May
     exceed a session's number of computed tokens, because the end of a turn discards tokens.
@@ -150,7 +158,7 @@ class Request(ComputedTokens):
     """The request's index in the workers' persistent batch. None while it does not run."""
     awaited_step: int | None = None
     """The last step that was in flight with tokens of the request when it was preempted. The output
-    of this step must arrive before the request is admitted again.
+    of this step must arrive before the request is admitted again. None if there was none.
     """
     num_cached_tokens: int | None = None
     """Number of cached tokens at the first admission of the request or turn. None before it."""
@@ -158,6 +166,7 @@ class Request(ComputedTokens):
     """Number of tokens that the KV connector loaded at the last admission."""
     num_preemptions: int = 0
     num_discarded_tokens: int = 0
+    """Number of computed tokens that the last preemption discarded. 0 after the next admission."""
     num_recomputed_tokens: int = 0
     """Total number of tokens that are computed again because of preemptions."""
     block_hashes: list[BlockHash] = field(default_factory=list)
@@ -212,10 +221,12 @@ class Request(ComputedTokens):
 
     @property
     def num_encoded_tokens(self) -> int:
+        """The position after the last item of `encoder_inputs`. 0 if there are no items."""
         return self.encoder_inputs[-1].end if self.encoder_inputs else 0
 
     @property
     def is_blocked(self) -> bool:
+        """Whether the request cannot be admitted until its status or its grammar changes."""
         return self.status.is_blocked or self.grammar is GrammarStatus.COMPILING
 
     @property
@@ -230,7 +241,7 @@ class Request(ComputedTokens):
 
     def finish_turn(self, block_size: int) -> TurnEnd:
         """Ends the turn of a session, which then waits for input. Removes the last output token,
-        because it was sampled but not computed.
+        because it was sampled but not computed. The other output tokens become part of the prompt.
         """
         if self.finish_reason is None:
             raise AssertionError(f"the turn of {self.request_id} has not ended")
@@ -250,6 +261,7 @@ class Request(ComputedTokens):
         self.num_computed_tokens = min(self.num_computed_tokens, len(self.token_ids) - 1)
 
     def begin_turn(self, chunk: InputChunk, max_model_len: int) -> None:
+        """Begins the next turn of a session with the prompt tokens of `chunk`."""
         self.token_ids += chunk.token_ids
         self.block_hashes += chunk.block_hashes
         self.num_prompt_tokens = len(self.token_ids)
@@ -265,6 +277,7 @@ class Request(ComputedTokens):
         self.status = RequestStatus.WAITING
 
     def stop_loading(self) -> None:
+        """Makes the request wait for admission after its KV load has ended."""
         preempted, waiting = RequestStatus.PREEMPTED, RequestStatus.WAITING
         self.status = preempted if self.num_preemptions else waiting
 
@@ -302,6 +315,7 @@ class Request(ComputedTokens):
         self.known_to_pool = True
 
     def forget_blocks(self) -> None:
+        """Records that the request has no blocks, batch row and computed tokens any more."""
         self.draft_token_ids = []
         self.is_prefill_chunk = False
         self.num_computed_tokens = self.num_slots = self.num_tokens_left_behind = 0

@@ -29,8 +29,8 @@ class TransferMessages:
         """Adds the transfers of a step to the message that sends the step to the workers."""
 
     def note(self, rank: str, response: worker_pb2.ExecuteResponse) -> None:  # noqa: ARG002
-        """Raises ValueError if a transfer is not in progress, or if the rank has already reported
-        its end.
+        """Records the ends of transfers that a rank reports. Raises ValueError if a transfer is not
+        in progress, or if the rank has already reported its end.
         """
         raise ValueError(
             "ended_tier_loads: must be empty, because the scheduler has started no load from host "
@@ -38,6 +38,7 @@ class TransferMessages:
         )
 
     def take(self) -> KVTransferResults:
+        """Returns the results of the transfers that ended since the last call."""
         return NO_RESULTS
 
     def forget(self) -> None:
@@ -49,7 +50,7 @@ class TransferOption:
 
     messages: type[TransferMessages] = TransferMessages
     connect: Connect | None = None
-    """Creates the scheduler's side of the KV connector."""
+    """Creates the scheduler's side of the KV connector. None if the replica has no connector."""
     collectors: Sequence[Collector] = ()
 
     def __init__(self, config: SchedulerConfig, num_tier_blocks: int) -> None:

@@ -3,7 +3,7 @@ that hang.
 
 The event loop is not blocked while a step runs, so it decodes the next step's message before the
 step ends. A single thread computes, because each computing thread would start its own OpenMP
-threads.
+threads. The download thread waits for outputs, so that the compute thread can queue the next step.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ class FunctionQueue(Protocol):
 
     @property
     def put(self) -> Callable[[Callable[[], None] | None], None]:
-        """None ends the queue after all earlier functions."""
+        """Queues a function. None ends the queue after all earlier functions."""
 
     def join(self, patience_seconds: float | None) -> None:
         """Waits until the queue has ended, at most for `patience_seconds`."""
@@ -63,7 +63,7 @@ class ComputeThread:
     """Runs functions in a compute thread and a download thread, each in the order of submission."""
 
     def __init__(self, queues: Callable[[str], FunctionQueue] = _ThreadQueue) -> None:
-        """`queues` creates a queue with a thread name."""
+        """`queues` creates a queue with a thread name. By default each queue runs a thread."""
         self._computing = _Lane(queues("compute"))
         self._waiting = _Lane(queues("download"))
 
@@ -121,12 +121,13 @@ class Overdue:
 
 
 class _Lane:
-    """The compute thread or the download thread."""
+    """One of the two threads. Runs functions, and records when the running one began."""
 
     def __init__(self, tasks: FunctionQueue) -> None:
         self._tasks = tasks
         self.is_closed = False
         self._running: Overdue | None = None
+        """The running function, if it has a time limit."""
 
     @property
     def overdue(self) -> Overdue | None:
@@ -188,7 +189,7 @@ async def follow_liveness(
 ) -> None:
     """Checks every `period_seconds` whether a step hangs. Calls `set_live` with False when a step
     begins to hang, and with True when it has ended. Never returns. `read` measures the time for
-    which the computing process was able to run.
+    which the computing process was able to run. By default this is the current process.
 
     A step counts as hung if two consecutive checks find it over its time limit, and if the process
     was able to run for at least this time limit. Therefore a step is not reported because its

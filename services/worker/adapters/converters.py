@@ -34,7 +34,7 @@ _NO_INTS.flags.writeable = False
 def step_from_proto(
     message: worker_pb2.ExecuteRequest, *, with_digest: bool = False
 ) -> step.StepInput:
-    """Raises InvalidStep if a packed array is malformed."""
+    """Decodes a step. Raises InvalidStep if a packed array is malformed."""
     return step.StepInput(
         generation=message.generation,
         step=message.step,

@@ -27,7 +27,7 @@ MAX_STEPS_IN_FLIGHT = 4
 
 @dataclass(slots=True)
 class _PendingStep:
-    """Times are readings of `time.perf_counter_ns`."""
+    """A step whose output was not sent yet. Times are readings of `time.perf_counter_ns`."""
 
     message: worker_pb2.ExecuteRequest
     step: StepInput
@@ -37,20 +37,27 @@ class _PendingStep:
     started_nanos: int = 0
     ended_nanos: int = 0
     output: StepOutput | PendingOutput | None = None
-    """It is None until the step has run, or has been queued on a device."""
+    """The output. It is None until the step has run, or has been queued on a device."""
     error: BaseException | None = None
+    """The error that prevented the step or made it fail."""
     answer: worker_pb2.ExecuteResponse | None = None
     """The response, if the compute thread has created it but could not send it at once."""
     downloaded: "asyncio.Future[StepOutput] | None" = None
+    """The output of a step that a device computes. The download thread waits for it."""
 
 
 @dataclass(eq=False)
 class StepStream:
     """Runs the steps of one stream, over a batch that is initially empty.
 
-    On a local stream, which has `write_at_once`, the compute thread itself sends the output of the
-    oldest step before it runs the next step. Otherwise another thread would be woken, and would
-    wait for the interpreter's lock until the compute thread has prepared the next step.
+    A task of the event loop reads steps. On a local stream, which has `write_at_once`, the compute
+    thread itself sends the output of the oldest step before it runs the next step. Otherwise
+    another thread would be woken, and would wait for the interpreter's lock until the compute
+    thread has prepared the next step.
+
+    In three cases the compute thread wakes the task that executes `run`, and this task sends the
+    output: if there is no `write_at_once`, if the scheduler has not read earlier outputs, and if a
+    device still computes the output.
     """
 
     runner: StepRunner
@@ -67,9 +74,9 @@ class StepStream:
         self._error: StepwellError | None = None
         self._order = StepOrder()
         self._pending: deque[_PendingStep] = deque()
-        """The code that sends a step's output removes the step."""
+        """Steps whose outputs were not sent yet. Whoever sends an output removes its step."""
         self._last_ended_nanos: int | None = None
-        """The end of the last step whose output was sent."""
+        """The end of the last step whose output was sent. It is None before the first output."""
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
         self._has_room = asyncio.Event()
@@ -145,8 +152,9 @@ class StepStream:
         self.compute.post(partial(self._run_step, pending), _allowed_seconds(message))
 
     def _oldest_answer(self) -> worker_pb2.ExecuteResponse | None:
-        """Returns the oldest step's response, or None if its output is not known yet. Raises the
-        error of a failed step.
+        """Returns the oldest step's response, or None if its output is not known yet. If a device
+        still computes the output, makes the download thread wait for it. Raises the error of a
+        failed step.
         """
         pending = self._oldest()
         if pending is None:
@@ -174,6 +182,7 @@ class StepStream:
             return None
 
     def _run_step(self, pending: _PendingStep) -> None:
+        """Runs a step in the compute thread. Sends its output at once if possible."""
         try:
             output = self._begin(pending)
             if isinstance(output, StepOutput) and self._can_answer_at_once(pending):
@@ -194,6 +203,7 @@ class StepStream:
         return self.write_at_once is not None and not self._closed and self._pending[0] is pending
 
     def _begin(self, pending: _PendingStep) -> StepOutput | PendingOutput:
+        """Runs a step, or queues it on a device. If it fails, drops the stream's later steps."""
         if self._closed:
             raise Aborted("the stream ended before this step began")
         pending.started_nanos = time.perf_counter_ns()

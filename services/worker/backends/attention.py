@@ -1,7 +1,8 @@
 """The interface between a model's layers and the paged KV cache.
 
 The layout of a step is computed once, before the first layer. Each layer then calls the step's
-attention with its queries, keys and values.
+attention with its queries, keys and values. The attention implementation determines how the cache
+is shaped, written and read.
 """
 
 import math
@@ -30,7 +31,8 @@ class StepLayout:
     group.
 
     Tokens of a request are consecutive. Requests with one token (decodes) come first, in ascending
-    order of `seq_lens`. Requests with several tokens (chunks) follow.
+    order of `seq_lens`. `num_decodes` is the number of decodes. Requests with several tokens
+    (chunks) follow.
 
     * `query_starts` int32 [num_reqs + 1]: index of each request's first token, then the total
       number of tokens.
@@ -39,6 +41,8 @@ class StepLayout:
       request i. Entries after the request's last block, and before the first block in the group's
       attention window, are undefined. The array belongs to the batch, and later steps change it.
     * `rows` int32 [num_reqs].
+
+    The properties are computed at their first use.
     """
 
     num_decodes: int
@@ -124,14 +128,14 @@ class PagedAttention(Protocol):
     """An attention implementation that owns the KV cache of all layers."""
 
     def begin_step(self, layouts: Sequence[StepLayout]) -> LayerAttention:
-        """The result is for all layers, and is valid until the next step begins.
+        """Prepares a step. The result is for all layers, and is valid until the next step begins.
 
         There is one layout for each KV-cache group. The layouts differ only in `tables` and
         `block_size`.
         """
 
     def zero_blocks(self, block_ids: Int32Array) -> None:
-        """Must be called before the step that uses the blocks begins."""
+        """Clears blocks in all layers. Must be called before the step that uses them begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,8 +193,8 @@ class AttentionShape:
     """Data type of queries, keys, values and outputs."""
     device: torch.device = CPU
     groups: tuple[tuple[int, ...], ...] = ()
-    """The KV-cache groups, each with the indexes of its layers. An empty tuple stands for one group
-    of all layers.
+    """The KV-cache groups, each with the indexes of its layers. Every layer is in one group. An
+    empty tuple stands for one group of all layers.
     """
     states: tuple[StateLayer, ...] = ()
     """States of the recurrent layers, which are numbered separately from attention layers."""
@@ -278,5 +282,5 @@ class AttentionShape:
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of all pages of a block."""
+        """Bytes of all pages of a block. A page stores keys and values or a state."""
         return sum(map(max, zip_longest(self.page_bytes, self.state_bytes, fillvalue=0)))

@@ -28,8 +28,8 @@ class DeviceSetting(enum.Enum):
 
 
 class KernelsSetting(enum.Enum):
-    """The kernels of a worker on the CPU. AUTO: compiled kernels if they are available, otherwise
-    torch's operations.
+    """The kernels of a worker on the CPU. NATIVE: compiled kernels. TORCH: torch's operations.
+    AUTO: compiled kernels if they are available, otherwise torch's operations.
     """
 
     AUTO = "auto"

@@ -1,7 +1,8 @@
 """Devices that store tensors, and copies between devices and the host.
 
-The host runs ahead of a CUDA device: it queues work without waiting for results. No other operation
-between two steps may wait for the device.
+The host runs ahead of a CUDA device: it queues work without waiting for results. Uploads and
+downloads are queued after the device's current work. No other operation between two steps may wait
+for the device.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,9 @@
 """The cache of a model that has both attention layers and recurrent layers.
 
-The same memory of a block stores either keys and values, or the states of a group's
-recurrent layers. A state fills the page of keys, then the page of values, then extra memory that
-only states use. vLLM's hybrid models have the same layout, in pages of the larger of the two sizes.
+All KV-cache groups get their blocks from one pool. Therefore the same memory of a block stores
+either keys and values, or the states of a group's recurrent layers. A state fills the page of keys,
+then the page of values, then extra memory that only states use. vLLM's hybrid models have the same
+layout, in pages of the larger of the two sizes.
 
 A step reads a request's state from the block that the block table lists for the last token before
 the step. It writes the new state to the block that the table lists for the step's last token. The
@@ -168,6 +169,7 @@ def _run(layouts: Sequence[StepLayout], computed: Int32Array, sequences: range) 
     starts = layouts[0].query_starts
 
     def blocks(num_tokens: Int32Array) -> tuple[torch.Tensor, ...]:
+        """Returns, for each group, the blocks with the states after `num_tokens` tokens."""
         last = num_tokens[own] - 1
         found = (each.tables[each.rows[own], last // each.block_size] for each in layouts)
         return tuple(torch.from_numpy(block_ids.astype(np.int64)) for block_ids in found)

@@ -1,5 +1,6 @@
 """The interface of the operations that decoders call. An implementation determines how weights are
-packed and how KV caches are laid out.
+packed and how KV caches are laid out. Therefore layers do not depend on devices, instruction sets
+or page layouts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -76,7 +77,8 @@ class LayerWeights:
     """The weights of one decoder layer: attention and an MLP, each after a norm.
 
     `query_norm` and `key_norm` [head_dim] are None without query-key norm. The output norms
-    [hidden_size] are None if outputs are not normalized.
+    [hidden_size] are None if outputs are not normalized. From these fields, native/library.py
+    creates the structure for the compiled library, with the fields of GatedMlp in place of `mlp`.
     """
 
     input_norm: torch.Tensor
@@ -135,7 +137,8 @@ class FusedDecoder(Protocol):
         """Maps token ids, int64 [n], to hidden states [n, hidden_size] and the logits, float32, of
         the tokens at the indexes `wanted` (see Model.forward). Hidden states are normalized if the
         decoder has a final norm. Without a head there are no logits. If `embedded` [n, hidden_size]
-        is not None, it replaces the embeddings of the ids.
+        is not None, it replaces the embeddings of the ids. `lora` has the LoRA adapters of the
+        rows.
         """
 
 
@@ -165,9 +168,9 @@ class Kernels(Protocol):
         """Like `padded_rows`, for operations that torch computes even if kernels are compiled."""
 
     def linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
-        """The weight is packed, and the caller's tensor is not kept. A quantized weight may be
-        stored dequantized, rounded to the data type of the computation. Inputs are then not
-        quantized.
+        """Creates a projection. The weight is packed, and the caller's tensor is not kept. A
+        quantized weight may be stored dequantized, rounded to the data type of the computation.
+        Inputs are then not quantized.
         """
 
     def gated_linear(
@@ -214,7 +217,7 @@ class Kernels(Protocol):
         """
 
     def lora_step(self, rows: LoraRows) -> LoraStep:
-        """These kernels must have packed the adapters of the rows."""
+        """Prepares the LoRA adapters of a step. These kernels must have packed them."""
 
     def row_sampler(self) -> RowSampler | None:
         """Returns a compiled sampler for rows of logits on the host, or None if there is none."""

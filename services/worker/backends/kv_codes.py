@@ -1,8 +1,9 @@
 """Keys and values in 8 bits, with a scale for each token and key head.
 
 The elements of one head of a token are stored as codes, integers from -127 to 127, and a scale in
-float32. The scale is the largest magnitude of the elements divided by 127. Codes and scale depend
-only on this head of this token. vLLM has the same format, `int8_per_token_head`.
+float32. The scale is the largest magnitude of the elements divided by 127. So the error of an
+element is at most half the scale. Codes and scale depend only on this head of this token. vLLM has
+the same format, `int8_per_token_head`.
 """
 
 import torch

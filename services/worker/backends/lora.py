@@ -39,6 +39,7 @@ class LoraLayer:
 
 
 PARTS = tuple(part.name for part in fields(LoraLayer))
+"""The projections that adapters add to."""
 
 
 @dataclass(frozen=True, slots=True)

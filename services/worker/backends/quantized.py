@@ -75,7 +75,9 @@ class QuantizedWeight:
         return self._mapped(self.codes[taken], lambda scales: scales[taken])
 
     def columns(self, taken: slice) -> "QuantizedWeight":
-        """If a row has several groups, raises ValueError for columns that are not whole groups."""
+        """Returns the weight with these columns only. If a row has several groups, raises
+        ValueError for columns that are not whole groups.
+        """
         if self.scales.shape[1] == 1:
             return replace(self, codes=self.codes[:, taken])
         first, end, _ = taken.indices(self.shape[1])

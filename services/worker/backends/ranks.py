@@ -18,6 +18,7 @@ class Ranks(Protocol):
     """
 
     rank: int
+    """The number of this rank, from 0."""
     size: int
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:

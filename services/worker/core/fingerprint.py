@@ -1,4 +1,5 @@
-"""Fingerprints of models, from which block hashes are derived.
+"""Fingerprints of models, from which block hashes are derived. Workers with equal fingerprints have
+interchangeable KV blocks.
 
 A fingerprint does not depend on the model's path, so a copy of a model has the same fingerprint.
 """
@@ -43,10 +44,11 @@ def model_fingerprint(
 
     `kv_dtype` is the data type of keys and values before they are cached, and `kv_cache_dtype`
     their data type in the cache. `rope_length` is the sequence length from which rotary frequencies
-    are computed, or 0 if they do not depend on a length. `quantization` determines how weights that
-    are stored unquantized are quantized. `draft_model` is the fingerprint of the draft model whose
-    keys and values are in the same blocks, or empty. `bfloat16_order` is the order in which
-    products of bfloat16 are added. It matters only for models in bfloat16.
+    are computed, or 0 if they do not depend on a length. `groups` are the KV-cache groups.
+    `quantization` determines how weights that are stored unquantized are quantized. `draft_model`
+    is the fingerprint of the draft model whose keys and values are in the same blocks, or empty.
+    `bfloat16_order` is the order in which products of bfloat16 are added. It matters only for
+    models in bfloat16.
     """
     parts = [
         *_model_parts(checkpoint),

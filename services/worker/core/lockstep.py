@@ -1,15 +1,19 @@
 """Runs each step on all ranks of a group together, and compares the ranks' results.
 
-When streams end, one rank may have received a step that another rank has not received. Before each
-step the ranks exchange the generation and the number of the step. The generation is a number that
-increases when the scheduler opens the KV pool and its streams again. A newer generation always has
-a greater number, even if a clock was set back, because workers report the last generation that they
+The ranks receive the same steps, each rank over its own stream. When streams end, one rank may have
+received a step that another rank has not received. Therefore the ranks exchange generation and
+number of their steps before each step. The generation is a number that increases when the scheduler
+opens the KV pool and its streams again. A rank with a step of an older generation drops the step,
+while the other ranks wait for its step of the newest generation. A newer generation always has a
+greater number, even if a clock was set back, because workers report the last generation that they
 received, and the pool's next generation is greater.
 
-Together with the numbers, the ranks exchange digests of their steps' messages.
+Together with the numbers, the ranks exchange digests of their steps' messages. If the digests
+differ, all ranks refuse the step.
 
 At regular intervals the ranks also exchange a digest of a step's input and output, some steps
-later, when no device computes this step any more. If these digests differ, memory or a kernel is
+later, when no device computes this step any more. Sums over ranks have the same bits on each rank,
+so everything computed from them must be equal. If these digests differ, memory or a kernel is
 faulty, and no later token can be trusted.
 """
 
@@ -36,7 +40,8 @@ _Output = StepOutput | PendingOutput
 class Lockstep:
     """Runs this rank's steps together with the steps of the other ranks.
 
-    `explain` returns the error to raise for a failure of an exchange.
+    `explain` returns the error to raise for a failure of an exchange. If another rank's process has
+    ended, this error says why. The owner of the group then ends this process.
     """
 
     def __init__(

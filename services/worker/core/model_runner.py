@@ -42,7 +42,7 @@ from services.worker.models.model import Model, wanted_rows
 from services.worker.sampling.grammar import Grammars
 
 _WITHOUT_ADAPTER = -1
-"""The digest that this rank reports to the other ranks if it lacks a LoRA adapter of the step.
+"""Replaces a step's digest in the exchange between ranks if this rank lacks an adapter of the step.
 Ranks that have the adapter report another digest, so that no rank begins the step.
 """
 
@@ -58,10 +58,13 @@ class ModelRunner:
     device_tokens: DeviceTokens | None = None
     """Stores sampled tokens on the device, so that `begin` does not wait. None on the CPU."""
     buckets: DecodeBuckets | None = None
+    """Replays recorded decode-only steps. None if they are not recorded."""
     lockstep: Lockstep | None = None
+    """Runs each step together with the other ranks. None if there are none."""
     pooler: PromptPooler | None = None
     """Pools prompts. If it is set, no tokens are sampled."""
     states: HybridCache | None = None
+    """Copies the states of recurrent layers between blocks. None without such layers."""
     stage: PipelineStage | None = None
     """This rank's pipeline stage, if any. Then `model` is a StagedModel with the stage's layers."""
     tier: Tier | None = None
@@ -69,16 +72,16 @@ class ModelRunner:
     grammars: Grammars | None = None
     adapters: LoraAdapters | None = None
     drafter: Drafter | None = None
-    """If it is None, only drafts that the scheduler sends are verified."""
+    """Proposes drafts. If it is None, only drafts that the scheduler sends are verified."""
     row_sampler: RowSampler | None = None
-    """If it is None, NumPy draws the tokens."""
+    """Draws tokens. If it is None, NumPy draws them."""
 
     def __post_init__(self) -> None:
         stage, self._batch = self.stage, InputBatch(self.limits)
         self._samples = self.pooler is None and (stage is None or stage.is_last)
         self._embedded = EmbeddedPrompts(self.model if stage is None or stage.is_first else None)
         self._adapter_of: dict[int, PackedLora] = {}
-        """Maps rows of the batch to LoRA adapters."""
+        """Maps rows of the batch to LoRA adapters. Requests without an adapter are absent."""
         self._sampler = StepSampler(
             self._batch, self.device, self.device_tokens, self.grammars, self.row_sampler
         )
@@ -122,6 +125,7 @@ class ModelRunner:
     def _begin_with(
         self, tier: Tier, begin: Callable[[StepInput], StepOutput | PendingOutput], step: StepInput
     ) -> StepOutput | PendingOutput:
+        """Runs a step with `begin`, and adds the ended loads from the tier to its output."""
         output = begin(step)
         ended = tier.take_ended(is_idle=not len(step.rows))
         if ended and isinstance(output, StepOutput):
@@ -144,8 +148,8 @@ class ModelRunner:
         return output
 
     def _wait_for_device(self) -> None:
-        """Called when the scheduler has opened the KV pool again, so that a hanging device is
-        detected before new requests are sent to it.
+        """Waits until the device has done all earlier work. Called when the scheduler has opened
+        the KV pool again, so that a hanging device is detected before new requests are sent to it.
         """
         self.device.download(self.device.upload(np.zeros(1, np.int32))).wait()
 
@@ -185,6 +189,7 @@ class ModelRunner:
         return output
 
     def _prepare_blocks(self, step: StepInput) -> None:
+        """Before the step computes: stores, clears and copies blocks, and begins loads."""
         if self.tier is not None and step.tier_stores is not None:
             self.tier.store(step.tier_stores)
         if len(step.block_ids_to_zero):

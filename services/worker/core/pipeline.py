@@ -1,13 +1,17 @@
 """Pipeline parallelism: a pipeline stage is a range of the model's layers.
 
 All stages are sent the same steps, in order. A stage runs a step after it has received the hidden
-states of the previous stage, which can then run the next step. The term is from GPipe (Huang et
-al.).
+states of the previous stage, which can then run the next step. As many steps are in flight as there
+are stages. Only the last stage samples. The scheduler plans a request's next step when it has the
+sampled token, and sends the token with this step. This is how vLLM works. The term is from GPipe
+(Huang et al.).
 
 With hidden states, a stage sends a header: generation, number, digest and token count of their
 step. The generation is a number that increases when the scheduler opens the KV pool and its streams
 again. When streams end, a stage may have received a step that another stage has not received.
-Therefore a stage drops hidden states of an older generation.
+Therefore a stage drops hidden states of an older generation. If hidden states are of a newer
+generation, it aborts its own step, because the scheduler sends every new generation to all stages.
+It refuses a step that the previous stage was not sent.
 """
 
 import time
@@ -30,7 +34,7 @@ class Link(Protocol):
     """Connects successive pipeline stages. Tensors arrive in the order in which they were sent."""
 
     def send(self, tensor: torch.Tensor) -> None:
-        """The caller must not change the tensor afterwards."""
+        """Begins to send a tensor to the next stage. The caller must not change it afterwards."""
 
     def receive(self, tensor: torch.Tensor) -> None:
         """Waits for the next tensor from the previous stage and copies it into `tensor`."""
@@ -53,6 +57,7 @@ class PipelineStage:
         self.is_first = index == 0
         self.is_last = index == num_stages - 1
         self.waited_nanos = 0
+        """The time that the current step has waited for the previous stage, in nanoseconds."""
         self._link = link
         self._hidden_size = hidden_size
         self._dtype = dtype
@@ -127,8 +132,9 @@ class PipelineStage:
 
 @dataclass(eq=False)
 class StagedModel:
-    """A Model with the layers of one pipeline stage. Only the first stage needs `embed`, and only
-    the last stage needs `compute_logits`.
+    """A Model with the layers of one pipeline stage. It receives hidden states from the previous
+    stage and sends its own to the next stage. Only the first stage needs `embed`, and only the last
+    stage needs `compute_logits`.
     """
 
     model: Model

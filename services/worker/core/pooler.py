@@ -65,8 +65,8 @@ def vector_end(config: PoolingConfig, hidden_size: int, *, takes_whole_prompts: 
 def pooled_output(
     step: StepInput, vectors: dict[int, Float32Array], num_requests: int
 ) -> StepOutput:
-    """`vectors` maps indexes of requests to vectors. Requests whose vectors contain NaN are
-    reported in `nan_requests`, without vectors.
+    """Returns the output of a step that pools prompts. `vectors` maps indexes of requests to
+    vectors. Requests whose vectors contain NaN are reported in `nan_requests`, without vectors.
     """
     broken = [index for index, vector in vectors.items() if np.isnan(vector).any()]
     return StepOutput(

@@ -82,7 +82,7 @@ class PendingOutput(Protocol):
     """The output of a step that a device may still compute."""
 
     def wait(self) -> StepOutput:
-        """Callable from any thread, and repeatedly."""
+        """Waits for the device and returns the output. Callable from any thread, and repeatedly."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ class NewRequest:
     adapter_digest: bytes = b""
     """SHA-256 of the LoRA adapter's files, or empty without an adapter."""
     cache_key: bytes = b""
-    """The root of the request's block hashes."""
+    """The root of the request's block hashes. Requests with other roots share no cached blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +111,7 @@ class StepInput:
     draft_token_ids: Int32Array = field(default_factory=no_ints)
     """The drafts of all requests, concatenated. The worker proposes each draft whose id is -1."""
     block_ids_to_zero: Int32Array = field(default_factory=no_ints)
+    """Blocks to clear in all layers."""
     copy_sources: Int32Array = field(default_factory=no_ints)
     """Blocks to copy in all layers, in order: `copy_sources[i]` to `copy_targets[i]`."""
     copy_targets: Int32Array = field(default_factory=no_ints)

@@ -1,9 +1,10 @@
 """Samples the tokens of a step, and verifies its drafts.
 
-A draft token is accepted if the sampler draws the same token at its position. A draw is a function
-of seed, position and logits, so the output has the same tokens as without drafts. A draft is
-accepted with the probability that the model assigns to it. Rejection sampling (Leviathan et al.)
-accepts drafts at the same rate if they are proposed with certainty.
+A draft token is accepted if the sampler draws the same token at its position. The first draft that
+differs is replaced by the drawn token. A draw is a function of seed, position and logits, so the
+output has the same tokens as without drafts. A draft is accepted with the probability that the
+model assigns to it. Rejection sampling (Leviathan et al.) accepts drafts at the same rate if they
+are proposed with certainty.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,6 +34,7 @@ class StepSampler:
     """Samples tokens for the requests of a batch, and appends them to the batch.
 
     `device_tokens` samples on the device, for requests whose tokens the host does not need at once.
+    `row_sampler` draws tokens on the host (see Sampler).
     """
 
     batch: InputBatch
@@ -137,8 +139,8 @@ class StepSampler:
         logits: torch.Tensor,
         sampled: Sampled,
     ) -> None:
-        """Requests whose draws do not depend on earlier tokens are sampled at all positions at
-        once.
+        """Samples tokens for each request, until a token differs from the draft at its position.
+        Requests whose draws do not depend on earlier tokens are sampled at all positions at once.
         """
         logits = logits.cpu()
         known = tokens.seq_lens - num_draft_tokens
@@ -162,6 +164,7 @@ class StepSampler:
     def _prompt_logprobs(
         self, tokens: StepTokens, logits_of: Callable[[torch.Tensor], torch.Tensor]
     ) -> dict[int, LogprobRows]:
+        """Maps requests to the log-probabilities of the prompt tokens after this step's tokens."""
         found: dict[int, LogprobRows] = {}
         if not self._num_prompt_logprobs:
             return found

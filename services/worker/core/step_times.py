@@ -3,6 +3,7 @@ context consists of all tokens that it attends to, including itself.
 
 As in other serving simulators, the time grows linearly with requests and contexts. It may grow with
 tokens along a curve, because kernels compute tokens in tiles, and use more threads for many tokens.
+The coefficients are in profiles of the simulated device. `stepwell profile` fits them.
 """
 
 from bisect import bisect_left
@@ -36,7 +37,7 @@ class StepCosts:
 
 
 def curve_value(points: tuple[tuple[int, float], ...], place: int) -> float:
-    """The value of a curve at a number of tokens."""
+    """The value of a curve at a number of tokens. See StepCosts.seconds_by_tokens."""
     if len(points) < 2:
         return points[0][1] if points else 0.0
     after = min(max(bisect_left(points, (place,)), 1), len(points) - 1)
@@ -51,6 +52,7 @@ class ServingCosts:
     """
 
     seconds: float = 0.0
+    """Time for each step."""
     seconds_per_token: float = 0.0
     """Time for each request in a step, because most requests get one token in a step."""
     seconds_per_new_request: float = 0.0

@@ -61,7 +61,7 @@ class WorkerDescription:
     """Number of ranks, over all pipeline stages."""
     pipeline_parallel_size: int = 1
     pooler: Pooler | None = None
-    """None if the model generates text."""
+    """How the model pools prompts. None if it generates text."""
     num_tier_blocks: int = 0
     max_loras: int = 0
     """The maximum number of LoRA adapters in one step. 0 means LoRA is not enabled."""
@@ -86,6 +86,6 @@ class Worker:
     runner: StepRunner
     description: WorkerDescription
     grammars: Grammars | None = None
-    """None if the worker samples no tokens."""
+    """Compiles the grammars that constrain outputs. It is None if the worker samples no tokens."""
     adapters: LoraAdapters | None = None
-    """None if LoRA is not enabled."""
+    """The loaded LoRA adapters. It is None if LoRA is not enabled."""

@@ -1,7 +1,8 @@
 """The native architectures, and the traits of each that config.json does not contain.
 
-All are pre-norm decoders with rotary positions, grouped queries and gated MLPs. Traits are used
-only while config.json is read: ModelConfig has the values derived from them.
+All are pre-norm decoders with rotary positions, grouped queries and gated MLPs. `Traits` lists
+their differences. Traits are used only while config.json is read: ModelConfig has the values
+derived from them, and layers are built from ModelConfig.
 """
 
 import enum
@@ -73,6 +74,7 @@ class Traits:
     mlp_bias: bool = False
     """Whether the `mlp_bias` key of config.json is used."""
     qk_norm: bool = False
+    """Whether queries and keys are normalized per head."""
     windows: Windows = Windows.NONE
     default_window: int | None = 4096
     """The attention window if config.json has no `sliding_window`. None means no window."""

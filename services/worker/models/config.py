@@ -37,13 +37,14 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    """The inner width of experts is in ExpertsConfig."""
+    """The inner width of dense MLPs. The inner width of experts is in ExpertsConfig."""
     num_heads: int
     """Number of query heads."""
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
     layers: tuple[LayerConfig, ...]
+    """For each layer, the properties that may differ between layers."""
     rope: RopeConfig
     """Rotary positions of layers without an attention window."""
     tie_word_embeddings: bool
@@ -62,7 +63,7 @@ class ModelConfig:
     """The data type of the checkpoint's weights, or None if it is unknown or unsuitable."""
     eos_token_ids: tuple[int, ...]
     quantization: QuantizationConfig | None = None
-    """None means unquantized."""
+    """How the checkpoint's weights are quantized. None means unquantized."""
 
     @property
     def traits(self) -> Traits:

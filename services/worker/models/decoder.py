@@ -4,7 +4,8 @@ A Decoder may be one pipeline stage. `config` then has only the stage's layers. 
 first continues with the residual stream that the previous stage returned as hidden states.
 
 Architectures differ in their weights (biases, query-key norms, output norms, experts) and in their
-configuration (windows, scales, caps): see ModelConfig.
+configuration (windows, scales, caps): see ModelConfig. The projections of queries, keys and values
+are one matrix, and the gate and up projections are another.
 """
 
 import torch
@@ -59,8 +60,8 @@ class Decoder:
         wanted: torch.Tensor | None = None,
         lora: LoraRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rows that pad the batch are computed too. Only the last stage normalizes the hidden
-        states that it returns.
+        """Runs the layers. Rows that pad the batch are computed too. Only the last stage normalizes
+        the hidden states that it returns.
         """
         adapters = None if lora is None else self._kernels.lora_step(lora)
         if self._fused is not None and self._fused.accepts(attention):

@@ -6,7 +6,7 @@
     │   └── UnsupportedModel    config.json describes a model that this worker cannot run
     └── ModelTensorError        the tensors do not match config.json
 
-Each message is one sentence that names the file and the problem.
+Each message is one sentence that names the file and the problem. Each error ends the startup.
 """
 
 from pathlib import Path

@@ -13,7 +13,7 @@ SLIDING = "sliding_attention"
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """The experts of a layer: gated MLPs.
+    """The experts of a layer: gated MLPs. A router picks a few of them for each token.
 
     `normalized`: the weights of the picked experts are scaled to a sum of 1.
     """
@@ -117,7 +117,7 @@ def _experts(reader: JsonReader, traits: Traits) -> ExpertsConfig | None:
 
 
 def _routes(reader: JsonReader, traits: Traits, index: int) -> bool:
-    """In Qwen3-MoE, some layers may have one dense MLP in place of experts."""
+    """Whether a layer has experts. In Qwen3-MoE, some layers may have one dense MLP instead."""
     if traits.experts is not ExpertLayout.QWEN3:
         return traits.experts is not None
     step = reader.integer("decoder_sparse_step", 1)

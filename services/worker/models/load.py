@@ -32,7 +32,7 @@ def load_model(
     ranks: Ranks = ALONE,
     wait_for_ranks: Callable[[], None] = lambda: None,
 ) -> LoadedModel:
-    """Reads configuration and weights.
+    """Reads configuration and weights. With several `ranks`, reads this rank's part of the weights.
 
     `wait_for_ranks` waits, without a deadline, until every rank has called it. It is called before
     the ranks compute something together, because some ranks may read longer than others. Raises

@@ -16,9 +16,10 @@ class Experts:
     """Gated MLPs (experts) with a router. A token's output is the weighted sum of the outputs of
     the `num_picked` experts with the highest scores for the token.
 
-    A token's results are added in the order of expert numbers, independent of other tokens in the
-    step. `normalized`: the picked weights are scaled to a sum of 1. Source: Jiang et al., Mixtral
-    of Experts.
+    Tokens are grouped by expert, so that each expert is computed once. Experts that no token picks
+    are not computed. A token's results are added in the order of expert numbers, independent of
+    other tokens in the step. `normalized`: the picked weights are scaled to a sum of 1. Source:
+    Jiang et al., Mixtral of Experts.
     """
 
     router: Linear

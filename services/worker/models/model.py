@@ -86,7 +86,7 @@ class LoadedModel:
     is_static: bool = False
     """Whether operations depend only on the number of tokens, so that a device can record them."""
     is_native: bool = True
-    """Whether Stepwell's own layers compute the model."""
+    """Whether Stepwell's own layers compute the model. Otherwise transformers' layers do."""
     stage: StageLayers | None = None
     """The layers that `model` has. None means all layers."""
     lora: "LoraReader | None" = None

@@ -115,8 +115,8 @@ class WeightReader:
         return weight if self.setting is QuantizationSetting.AUTO else quantize_int8(weight)
 
     def _part(self, name: str, index: Index) -> Weight:
-        """If the setting requires quantization, whole rows are quantized before columns are
-        selected, so that all ranks have the same codes.
+        """Reads a part of a weight. If the setting requires quantization, whole rows are quantized
+        before columns are selected, so that all ranks have the same codes.
         """
         if name in self.stored.shapes:
             weight = self.stored.read(self.reader, name, self.dtype)

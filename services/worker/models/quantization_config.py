@@ -35,6 +35,7 @@ class StoredFormat(enum.Enum):
 
 
 _COMPRESSED = {"pack-quantized", "int-quantized", "float-quantized"}
+"""Formats of compressed-tensors."""
 
 
 @dataclass(frozen=True, slots=True)

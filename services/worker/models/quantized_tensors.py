@@ -89,7 +89,7 @@ def decoded(
 
 
 def _of_floats(config: QuantizationConfig, tensors: Tensors, dtype: torch.dtype) -> QuantizedWeight:
-    """Raises ValueError for NaN, which kernels would decode as a number."""
+    """Decodes FP8 weights. Raises ValueError for NaN, which kernels would decode as a number."""
     codes = tensors["weight"]
     if codes.float().isnan().any():
         raise ValueError("it contains NaN")
@@ -102,7 +102,7 @@ def _of_floats(config: QuantizationConfig, tensors: Tensors, dtype: torch.dtype)
 
 
 def _of_gptq(config: QuantizationConfig, tensors: Tensors, dtype: torch.dtype) -> QuantizedWeight:
-    """The zero points (qzeros) of symmetric GPTQ weights are the middle of the codes."""
+    """Decodes symmetric GPTQ weights. Their zero points (qzeros) are the middle of the codes."""
     group_of = tensors["g_idx"].long()
     columns = torch.arange(len(group_of), device=group_of.device)
     if not torch.equal(group_of, columns // (config.group_size or len(columns))):
@@ -113,7 +113,7 @@ def _of_gptq(config: QuantizationConfig, tensors: Tensors, dtype: torch.dtype) -
 
 
 def _of_awq(tensors: Tensors, dtype: torch.dtype) -> QuantizedWeight:
-    """Codes and zero points are shifted by 8, the middle of the code range."""
+    """Decodes AWQ weights. Codes and zero points are shifted by 8, the middle of the code range."""
 
     def in_order(packed: torch.Tensor) -> torch.Tensor:
         words = _unpacked(packed, 4).view(len(packed), -1, len(_AWQ_PLACES))

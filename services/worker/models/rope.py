@@ -25,7 +25,7 @@ class RopeType(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """The rotary embedding of a checkpoint.
+    """The rotary embedding of a checkpoint. Fields that its type does not use have default values.
 
     `max_position_embeddings`: the value in config.json. `original_max_position_embeddings`: the
     length with which the model was trained, before scaling. `attention_factor`: None means that it

@@ -1,7 +1,9 @@
 """The layers of a decoder that a pipeline stage computes.
 
 Layers are divided so that the stages read about equally many bytes of weights in a step. Because a
-step of few tokens takes as long as reading the weights, its stages then take about equally long.
+step of few tokens takes as long as reading the weights, its stages then take about equally long. A
+step reads all weights of its layers and of the head, which may be as large as many layers. Of the
+embedding it reads one row for each token, which is negligible.
 """
 
 import logging
@@ -71,8 +73,10 @@ def divide_layers(layer_bytes: Sequence[int], head_bytes: int, num_stages: int) 
     ends = [0, *accumulate(layer_bytes)]
 
     def divided(most: int) -> list[range] | None:
+        """Returns a division with at most `most` bytes in each stage, or None."""
         stages, start = [], 0
         for left in reversed(range(1, num_stages)):
+            # The stage gets as many layers as fit, but leaves at least one for each later stage.
             stop = min(bisect_left(ends, ends[start] + most + 1) - 1, num_layers - left)
             if stop == start:
                 return None

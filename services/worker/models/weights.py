@@ -51,10 +51,13 @@ def load_weights(
     """Reads, converts, fuses and packs all weights, layer by layer, as the kernels need them.
 
     Only this rank's part of divided tensors is read, and only the weights of the pipeline `stage`.
-    `quantization` applies to projections, except routers and the head for classes.
+    The last stage also reads the embedding if the head is tied to it. `quantization` applies to
+    projections, except routers and the head for classes.
 
-    With `pooling`, the head is the head for classes, which is whole on each rank. Raises ModelError
-    before anything is read if the tensors do not match `config`.
+    With `pooling`, the head is the head for classes, which is whole on each rank. If there are no
+    classes, no logits are computed, and the head is a single unused row. The checkpoint may then
+    contain only the decoder's body. Raises ModelError before anything is read if the tensors do not
+    match `config`.
     """
     if pooling is not None and EMBEDDING not in checkpoint.tensors:
         checkpoint = checkpoint.prefixed("model.", apart=CLASS_HEAD)
@@ -101,7 +104,9 @@ def _head(
 
 
 def _vocabulary_head(loader: "_Loader", embedding: torch.Tensor, *, has_own: bool) -> Linear:
-    """If `embedding` is empty, a tied head is read from the checkpoint."""
+    """Returns this rank's part of the projection to the vocabulary. If `embedding` is empty, a tied
+    head is read from the checkpoint.
+    """
     vocab_size = loader.config.vocab_size
     rows = loader.shard.of_head(vocab_size)
     tied = loader.config.tie_word_embeddings
@@ -116,8 +121,9 @@ def _vocabulary_head(loader: "_Loader", embedding: torch.Tensor, *, has_own: boo
 
 
 def _own_head(head: torch.Tensor, tied: torch.Tensor) -> torch.Tensor:
-    """As in transformers, a head that config.json ties to the embedding is the checkpoint's `head`
-    if this differs from the embedding `tied`, otherwise `tied` itself.
+    """Returns the head of a model whose config.json ties the head to the embedding. As in
+    transformers, it is the checkpoint's `head` if this differs from the embedding `tied`, otherwise
+    `tied` itself.
     """
     if torch.equal(head, tied):
         return tied
@@ -207,8 +213,9 @@ class _Loader:
         return Experts(router, apart, *picking, kernels)
 
     def norm(self, name: str) -> torch.Tensor:
-        """If the norm has an offset, the sum of weight and offset is not rounded to bfloat16,
-        because that would lose more bits of a small weight than rounding the weight.
+        """Returns the weight of a norm. If the norm has an offset, the sum of weight and offset is
+        not rounded to bfloat16, because that would lose more bits of a small weight than rounding
+        the weight.
         """
         offset = self.config.traits.norm_weight_offset
         dtype = torch.float32 if offset else self.dtype
@@ -233,9 +240,11 @@ class _Loader:
         return torch.empty((0, self.config.hidden_size), dtype=self.dtype, device=device)
 
     def parts(self, *parts: _Part) -> torch.Tensor:
+        """Reads parts of tensors and concatenates them along the first axis (see TensorReader)."""
         return self.reader.read_parts(*self.named(parts), dtype=self.dtype)
 
     def weight(self, *parts: _Part) -> Weight:
+        """Reads parts of projection weights and concatenates their rows (see WeightReader)."""
         return self.weights.read(*self.named(parts))
 
     def dense(self, *parts: _Part) -> torch.Tensor:
@@ -250,6 +259,7 @@ class _Loader:
 def _stacked(
     pairs: Iterator[tuple[torch.Tensor, torch.Tensor]], count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Reads `count` pairs of tensors, pair by pair. Stacks all first and all second tensors."""
     first = next(pairs)
     both = first[0].new_empty(count, *first[0].shape), first[1].new_empty(count, *first[1].shape)
     for number, pair in enumerate(chain((first,), pairs)):

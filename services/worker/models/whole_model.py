@@ -1,7 +1,7 @@
 """Models that compute one whole prompt at a time: encoders, whose tokens attend to later tokens.
 
 The library transformers runs the model, with its own attention. Each prompt is computed alone, so
-that its vector does not depend on other prompts.
+that its vector does not depend on other prompts. Nothing is cached.
 """
 
 import inspect
@@ -122,7 +122,7 @@ def _load(
 
 
 def _longest_prompt(model: PreTrainedModel, config: PretrainedConfig, path: Path) -> int:
-    """RoBERTa's positions start after the padding index."""
+    """The number of positions. RoBERTa's positions start after the padding index."""
     longest: int | None = getattr(config, "max_position_embeddings", None)
     if longest is None:
         raise ModelConfigError(path, "max_position_embeddings is missing")

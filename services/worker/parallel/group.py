@@ -47,8 +47,8 @@ class Timeouts:
 
 
 class Group:
-    """A group of ranks. `link` connects this pipeline stage to the previous and next stages. It is
-    None if there is one stage.
+    """A group of ranks. The constructor forms it. `link` connects this pipeline stage to the
+    previous and next stages. It is None if there is one stage.
 
     `local_ranks` are the ranks on this machine or in this container, which share its memory and
     processors. `checkpoint_reached` is called repeatedly while the constructor waits, and may raise
@@ -129,17 +129,17 @@ class Group:
                     )
 
     def smallest(self, what: str, value: int) -> int:
-        """`what` is a unique name of this exchange."""
+        """Returns the minimum of all ranks' values. `what` is a unique name of this exchange."""
         return min(map(int, self.gather(what, str(value))))
 
     def close(self, *, is_stopped: bool = False) -> None:
-        """Closes the connections, which the other ranks notice. `is_stopped` tells the other ranks
-        that this rank has received a stop signal.
+        """Closes the connections, which the other ranks notice. `is_stopped` tells them that this
+        rank has received a stop signal.
         """
         self.watch.close(is_stopped=is_stopped)
 
     def _own_address(self) -> str:
-        """Waits until rank 0's name resolves."""
+        """The address of this rank's interface to rank 0. Waits until rank 0's name resolves."""
         master = (self.membership.master_addr, self.membership.master_port)
         while True:
             try:
@@ -151,7 +151,7 @@ class Group:
                 self._wait(f"MASTER_ADDR {master[0]} cannot be reached: {error.strerror}")
 
     def _open_store(self, own_address: str) -> Any:
-        """Rank 0 hosts the store, and listens only at the address that other ranks use."""
+        """Opens the store. Rank 0 hosts it, and listens only at the address that others use."""
         membership = self.membership
         address, port = membership.master_addr, membership.master_port
         given: dict[str, Any] = {}
@@ -270,7 +270,7 @@ class Group:
             self._wait(f"another rank has not sent its value of {keys[0].partition('/')[0]!r}")
 
     def _wait(self, why: str) -> None:
-        """If the join timeout is over, raises GroupBroken with the reason `why`."""
+        """Sleeps briefly. If the join timeout is over, raises GroupBroken with the reason `why`."""
         self._checkpoint_reached()
         if self._deadline is not None and time.monotonic() > self._deadline:
             raise GroupBroken(
@@ -285,7 +285,7 @@ def _listen(address: str, port: int, backlog: int) -> socket.socket:
 
 
 def select_cuda_device(local_ranks: list[int], rank: int) -> None:
-    """Raises GroupBroken if there are more local ranks than GPUs."""
+    """Selects one GPU for this rank. Raises GroupBroken if there are more local ranks than GPUs."""
     available = torch.cuda.device_count()
     if 0 < available < len(local_ranks):
         raise GroupBroken(

@@ -2,7 +2,8 @@
 
 Every pair of ranks has an idle connection. When a process ends for any reason, the kernel closes
 its connections. Therefore the other ranks notice within a network round trip, even while no step
-runs or a collective waits. Keepalive probes detect a machine that does not respond.
+runs or a collective waits. Keepalive probes detect a machine that does not respond. A rank that
+ends for a known reason, such as a stop signal, sends the reason first.
 """
 
 import selectors

@@ -45,8 +45,10 @@ def with_drafter(setup: RankSetup, parts: RunnerParts) -> RunnerParts:
 
 
 def _suffix_source(setup: RankSetup, rules: SuffixRules) -> SuffixSource:
-    """The suffix trees are in the compiled library, on the CPU even if the model is on CUDA. Raises
-    NoSpeculation if the library cannot be compiled.
+    """Creates the draft source for suffix decoding: it finds earlier text that ends like a
+    request's tokens, and drafts the tokens that followed. Its suffix trees are in the compiled
+    library, on the CPU even if the model is on CUDA. Raises NoSpeculation if the library cannot be
+    compiled.
     """
     try:
         library = compiled.load_compiled(
@@ -61,8 +63,12 @@ def _suffix_source(setup: RankSetup, rules: SuffixRules) -> SuffixSource:
 
 
 def _load_draft_model(setup: RankSetup, parts: RunnerParts, directory: Path) -> DraftModelParts:
-    """Raises NoSpeculation if the draft model cannot draft for the target model in `parts`,
-    ModelError if it cannot be loaded, and NotEnoughMemory.
+    """Loads a draft model, or this rank's part of it, and determines the shape of its KV cache.
+
+    The draft model is divided among the ranks like the target model, and its data type follows from
+    the same setting. Its maximum sequence length is the smaller of the two models' limits. Raises
+    NoSpeculation if the draft model cannot draft for the target model in `parts`, ModelError if it
+    cannot be loaded, and NotEnoughMemory.
     """
     refuse_draft_model(setup, parts, directory)
     checkpoint = setup.platform.open(directory)

@@ -56,7 +56,9 @@ def load_parts(
 def _cache_shape(
     setup: RankSetup, loaded: LoadedModel, groups: tuple[LayerGroup, ...]
 ) -> AttentionShape:
-    """The block size is the setting's, by default large enough for recurrent layers' states."""
+    """Returns the shape of the KV cache, with 0 blocks for now. The block size is the setting's.
+    Without a setting it is large enough for the states of recurrent layers.
+    """
     shape = AttentionShape(
         loaded.own_attention,
         setup.platform.default_block_size,

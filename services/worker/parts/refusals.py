@@ -63,7 +63,7 @@ def refuse_speculation(setup: RankSetup, parts: RunnerParts) -> None:
 
 def refuse_draft_model(setup: RankSetup, parts: RunnerParts, draft: Path) -> None:
     """Raises NoSpeculation or UnsupportedModel if the draft model in a directory is incompatible
-    with the target model.
+    with the target model. Called before the draft model is loaded.
     """
     if not setup.platform.has_draft_models:
         raise NoSpeculation("speculative_config: a draft model is supported only with --device cpu")
@@ -88,8 +88,8 @@ def refuse_draft_model(setup: RankSetup, parts: RunnerParts, draft: Path) -> Non
 
 
 def without_tier(setup: RankSetup, parts: RunnerParts) -> RunnerParts:
-    """Takes the place of `with_tier` in a worker without the option `tier`. Raises NoTier if the
-    settings ask for a tier of host memory for KV blocks.
+    """Takes the place of `with_tier` in a worker without the option `tier`. Returns `parts`
+    unchanged. Raises NoTier if the settings ask for a tier of host memory for KV blocks.
     """
     if setup.settings.kv_offloading_size is not None:
         raise NoTier("kv_offloading_size: this worker does not support offloaded blocks")

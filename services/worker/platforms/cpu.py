@@ -55,8 +55,10 @@ class CpuPlatform(ComputingPlatform):
         """Returns the machine's available memory, and an upper estimate of the largest step's
         activations.
 
-        A draft model computes the step's tokens too, and at most one block more for each request.
-        Other drafters need at most `drafter_bytes`.
+        The estimate is a sum: for each token the residual, normalized and attended states and the
+        fused projections, for each sampled row logits in float32 and the sampler's copies, and
+        attention's memory. A draft model computes the step's tokens too, and at most one block more
+        for each request. Other drafters need at most `drafter_bytes`.
         """
         loaded, limits, draft = parts.loaded, parts.limits, parts.draft_model
         num_sampled = limits.max_sampled_rows if parts.stage is None or parts.stage.is_last else 0

@@ -27,7 +27,8 @@ def select_kernels(
     *,
     batch_invariant: bool = True,
 ) -> Kernels:
-    """Selects the kernels for the setting.
+    """Selects the kernels for the setting. AUTO selects compiled kernels if there are any,
+    otherwise torch's kernels.
 
     `batch_invariant` affects only torch's kernels, because compiled kernels are always
     batch-invariant. Logs the choice and its reason. Raises KernelsUnavailable if the setting is

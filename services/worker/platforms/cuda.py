@@ -129,13 +129,14 @@ def runner_on(
     *,
     batch_invariant: bool = False,
 ) -> ModelRunner:
-    """With speculation, the runner samples on the host, because the host must know the tokens to
-    verify drafts.
+    """Creates a runner. If the model pools, the runner pools prompts. Otherwise it samples on the
+    device, and replays recorded decode steps if the model allows it. With speculation it samples on
+    the host, because the host must know the tokens to verify drafts.
 
     xFormers computes attention if its kernel supports every layer. Otherwise torch computes it, and
     decode steps are not recorded, because torch's operations depend on values that change from step
-    to step. With `batch_invariant`, which requires xFormers' attention, a request's tokens do not
-    depend on other requests in its steps.
+    to step. `split_k` is described in XformersPagedAttention. With `batch_invariant`, which
+    requires xFormers' attention, a request's tokens do not depend on other requests in its steps.
     """
     shape, limits, model = parts.shape, parts.limits, parts.loaded.model
     pooler, lockstep, device_tokens = parts.pooler, parts.lockstep, None

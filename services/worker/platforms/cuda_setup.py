@@ -1,6 +1,7 @@
 """Checks, before weights are read, whether the machine has everything that a worker on CUDA needs.
 
-`load_xformers` finds problems that appear only when xFormers is imported.
+The error for a missing requirement is one sentence with a remedy. `load_xformers` finds problems
+that appear only when xFormers is imported.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""The interface of platforms."""
+"""The interface of platforms. A platform contains the code for one kind of device."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -35,6 +35,7 @@ class DraftModelParts:
     group: int
     """The target model's KV-cache group whose block tables the draft model uses."""
     fingerprint: bytes
+    """The fingerprint of the draft model (see `model_fingerprint`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,22 +47,22 @@ class RunnerParts:
     shape: AttentionShape
     limits: BatchLimits
     lockstep: Lockstep | None = None
-    """None if there are no other ranks."""
+    """Runs each step together with the other ranks. None if there are no other ranks."""
     pooler: PromptPooler | None = None
-    """None if the model generates text."""
+    """Pools prompts. None if the model generates text."""
     stage: PipelineStage | None = None
-    """None if the model is not divided into stages."""
+    """This rank's pipeline stage. None if the model is not divided into stages."""
     make_tier: Callable[[Sequence[torch.Tensor]], Tier] | None = None
     """Creates the tier of host memory for offloaded KV blocks, given the pages of all KV caches.
     None if the worker has no tier.
     """
     grammars: Grammars | None = None
-    """None if the rank samples no tokens."""
+    """Compiles the grammars that constrain outputs. None if the rank samples no tokens."""
     adapters: LoraAdapters | None = None
-    """None if LoRA is not enabled."""
+    """The loaded LoRA adapters. None if LoRA is not enabled."""
     drafter: Drafter | None = None
-    """None without speculation, and also None if there is a `draft_model`, for which the platform
-    builds the drafter itself.
+    """Proposes drafts. None without speculation, and also None if there is a `draft_model`, for
+    which the platform builds the drafter itself.
     """
     drafter_bytes: int = 0
     """Limit on the host memory that `drafter` may allocate later, in bytes."""
@@ -97,6 +98,7 @@ class Platform(Protocol):
     scales_blocks: bool
     """Whether KV-cache groups may have blocks of different numbers of tokens (see `kv_groups`)."""
     has_draft_models: bool
+    """Whether this platform's runners support a draft model."""
     num_speculative_rows: int
     """Rows (tokens) that a decode step computes in about the time of one. 0 means unlimited."""
 
@@ -107,7 +109,7 @@ class Platform(Protocol):
         """Returns the operations with which the model runs."""
 
     def open(self, directory: Path) -> Checkpoint:
-        """Raises ModelError if the model cannot be served."""
+        """Opens a model directory's tensors. Raises ModelError if the model cannot be served."""
 
     def load(
         self,
@@ -123,7 +125,7 @@ class Platform(Protocol):
         """Raises UnsuitableDevice for a model that this device cannot compute."""
 
     def free_memory(self, parts: RunnerParts) -> FreeMemory:
-        """`parts` has no KV-cache blocks yet."""
+        """Returns the memory available for the KV cache. `parts` has no KV-cache blocks yet."""
 
     def stored_block_bytes(self, parts: RunnerParts) -> int:
         """The bytes that the tier needs to store a KV-cache block with all its pages."""

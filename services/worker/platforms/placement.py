@@ -3,8 +3,9 @@
 A node's own cores read its memory faster than other cores, and a barrier between threads is faster
 within a node. Linux allocates memory on the node of the thread that first writes to it. Therefore a
 worker's compute thread is bound to the cores of one node before it loads the model, and the OpenMP
-threads that it starts inherit the binding. Other threads of the process, such as the event loop's
-thread, are not bound.
+threads that it starts inherit the binding. Weights, KV cache and activations are then on this node
+if its memory suffices, and the default size of the KV cache follows from one node's share of the
+memory. Other threads of the process, such as the event loop's thread, are not bound.
 
 By default nothing is bound in two cases. On a machine with a single node all memory is equally
 near, and the operating system can move threads away from processors that other processes use. Under
@@ -59,9 +60,9 @@ def place_threads(
 
 
 def memory_sharers(processors: Processors, worker: LocalWorker, bind: str = BIND_AUTO) -> int:
-    """The number of equal parts into which the machine's memory is divided. If workers are bound to
-    nodes, there are at least as many parts as nodes, so that a worker uses at most its node's
-    memory.
+    """The number of equal parts into which the machine's memory is divided. Each worker may use one
+    part. If workers are bound to nodes, there are at least as many parts as nodes, so that a worker
+    uses at most its node's memory.
     """
     if bind != BIND_AUTO or not _suits(processors):
         return worker.count
@@ -102,8 +103,11 @@ def _suits(processors: Processors) -> bool:
 
 
 def _own_cores(processors: Processors, worker: LocalWorker) -> tuple[list[Processor], str]:
-    """Workers are distributed over the nodes in order, so that the ranks of a replica are on as few
-    nodes as possible.
+    """Returns the processors of the cores that a worker gets, all on one node, and the reason as a
+    text.
+
+    Workers are distributed over the nodes in order, so that the ranks of a replica are on as few
+    nodes as possible. The workers on one node divide its cores.
     """
     nodes = sorted({processor.node for processor in processors.allowed})
     node_of = [nodes[index * len(nodes) // worker.count] for index in range(worker.count)]

@@ -36,10 +36,11 @@ class ModelSize:
     """The sizes of a model, or of one rank's part of it, from which step times are computed."""
 
     weight_bytes: int
+    """Bytes of all weights."""
     read_bytes: int
     """Bytes of weights that a step reads: all weights except rows of the embedding."""
     products_per_token: int
-    """Weights with which a token is multiplied."""
+    """Weights with which a token is multiplied. Of all experts, only the token's are counted."""
     attention_width: int
     """Elements of a token's queries: heads times head size, summed over all layers."""
     kv_bytes_per_token: int
@@ -59,12 +60,12 @@ class MeasuredProfile:
     draft_acceptance_rate: float = DRAFT_ACCEPTANCE_RATE
     """The probability that a draft is accepted if all drafts before it were accepted."""
     draft: StepCosts | None = None
-    """None if the profile has none."""
+    """Coefficients of the time of a run of the draft model. None if the profile has none."""
     serving: ServingCosts = NO_SERVING
     """Time that the other services add to steps, for simulations that do not run them."""
     seconds_per_loaded_token: float = 0.0
     """The time to copy a token's keys and values from the tier of host memory to the KV cache. 0
-    means unknown.
+    means unknown. Only `stepwell simulate` uses it.
     """
 
     def step_times(self, size: ModelSize) -> StepTimes:
@@ -80,7 +81,7 @@ class MeasuredProfile:
     def free_memory(
         self, size: ModelSize, limits: "BatchLimits", utilization: float | None
     ) -> FreeMemory:
-        """`utilization` is a fraction of the memory, by default 1."""
+        """Returns the memory for the KV cache. `utilization` is a fraction, by default 1."""
         share = utilization or 1.0
         return FreeMemory(self.kv_cache_memory_bytes, share, 0, of_what="in the profile")
 
@@ -99,7 +100,7 @@ class ComputedProfile:
     memory_bytes: int
     bandwidth_bytes_per_second: float
     operations_per_second: float
-    """A multiplication and an addition are two operations."""
+    """The speed of matrix products. A multiplication and an addition are two operations."""
     bandwidth_efficiency: float
     compute_efficiency: float
     seconds_per_step: float

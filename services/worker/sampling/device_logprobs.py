@@ -1,7 +1,7 @@
 """Log-probabilities computed on the device, and copied to the host in one piece.
 
-Tokens are ordered as on the host: best first, and the lowest id first among equals. The device adds
-in another order than the host, so the last bits may differ.
+Tokens are ordered as on the host: best first, and the lowest id first among equals. Ranks follow
+this order. The device adds in another order than the host, so the last bits may differ.
 """
 
 from dataclasses import dataclass
@@ -83,7 +83,8 @@ def _best(logits: torch.Tensor, count: int) -> torch.Tensor:
     """Returns the `count` best tokens of each row, best first, int64 [R, count].
 
     topk may return any of several equal numbers, so each logit is converted to a distinct 64-bit
-    integer.
+    integer. The high word contains the logit's bits, changed so that integers are ordered like
+    logits. The low word is larger for lower token ids.
     """
     vocab_size = logits.shape[1]
     bits = (logits + 0.0).view(torch.int32)  # makes -0.0 equal 0.0

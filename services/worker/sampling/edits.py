@@ -1,7 +1,7 @@
 """Edits of a request's logits before the filters, in vLLM's order.
 
-An edit changes one request's row of logits [V] in place, and is updated with each token that the
-request samples.
+An edit belongs to one request. It changes the request's row of logits [V] in place, and is updated
+with each token that the request samples.
 """
 
 from collections import deque
@@ -211,7 +211,7 @@ class _Mark:
         return self._token_ids[self._num_matched]
 
     def completed_by(self, token_id: int) -> bool:
-        """Appends a token, and returns whether it completes the mark."""
+        """Appends a token. Returns whether it completes the mark."""
         self._recent.append(token_id)
         recent = tuple(self._recent)
         lengths = range(len(recent), 0, -1)

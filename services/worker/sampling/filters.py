@@ -1,7 +1,9 @@
 """Filters: min-p, top-k and top-p limit the tokens that may be drawn.
 
 Tokens are ordered by descending logit, then by ascending id, and each filter keeps a prefix of this
-order. Therefore ties do not depend on a sorting algorithm, and top-k of 1 is greedy.
+order. Therefore ties do not depend on a sorting algorithm, and top-k of 1 is greedy. No filter
+sorts the vocabulary: top-k selects the largest logits, and top-p sorts only the logits of tokens
+that are probable enough to be kept.
 
 A token's weight is proportional to its probability, in float32. The largest weight is 1. A token's
 mass is its weight, rounded to a multiple of a power of two. The power is so large that the masses

@@ -61,8 +61,8 @@ class Grammars:
         self._using_cache = Lock()
 
     def prepare(self, wanted: StructuredOutputs) -> None:
-        """Raises InvalidArgument if the grammar cannot be compiled, and FailedPrecondition if the
-        model has no suitable tokenizer.
+        """Compiles a grammar if it is not cached. Raises InvalidArgument if the grammar cannot be
+        compiled, and FailedPrecondition if the model has no suitable tokenizer.
         """
         self._template(wanted)
 
@@ -98,6 +98,7 @@ class Grammars:
         return kept
 
     def _evict(self, is_slow: bool, most: int) -> None:
+        """Removes all slow grammars, or all others, except the `most` last used of them."""
         same_kind = [key for key, kept in self._cached.items() if kept.is_slow is is_slow]
         for key in same_kind[: len(same_kind) - most]:
             del self._cached[key]
@@ -117,7 +118,8 @@ class GrammarMask:
 
     Computing a mask takes longer than checking one token, inside a string of bounded length a
     hundred times as long. With `draws_first`, tokens are therefore drawn without a mask and then
-    checked (as in llama.cpp), as long as most of them conform.
+    checked (as in llama.cpp), as long as most of them conform. This is usual if the prompt
+    describes the format.
     """
 
     def __init__(
@@ -127,8 +129,9 @@ class GrammarMask:
         output: Sequence[int],
         words: Int32Array,
     ) -> None:
-        """`words` [V / 32, rounded up], contiguous: memory for the mask of the next token, in the
-        format of RowMasks. The mask is valid only while `is_made` is true.
+        """`output`: the output tokens so far. `words` [V / 32, rounded up], contiguous: memory for
+        the mask of the next token, in the format of RowMasks. The mask is valid only while
+        `is_made` is true.
         """
         self._grammars, self._wanted = grammars, wanted
         self._output = list(output)
@@ -140,8 +143,11 @@ class GrammarMask:
         self.draws_first = False
         """Whether tokens after the next one may be drawn without a mask and then checked."""
         self.is_made = True
-        """Whether the mask of the next token is computed."""
+        """Whether the mask of the next token is computed. If not, the token must be checked."""
         self._num_masks = self._num_masks_due = 0
+        """The number of masks to compute in a row after the last token that did not conform, and
+        how many of these masks are still to be computed.
+        """
         self._make()
 
     @property
@@ -208,6 +214,7 @@ class GrammarMask:
     def _matcher_of_output(
         self, make: "Callable[[StructuredOutputs], LLMatcher | None]"
     ) -> "LLMatcher | None":
+        """Creates a matcher, advanced over the output so far. None if `make` returns None."""
         try:
             matcher = make(self._wanted)
         except (InvalidArgument, FailedPrecondition) as error:

@@ -20,9 +20,11 @@ class GrammarRows:
         self._grammars = grammars
         self._of: dict[int, GrammarMask] = {}
         self._words: Int32Array = np.zeros((max_num_seqs, -(-vocab_size // 32)), dtype=np.int32)
+        """Memory for the mask of each row of the batch."""
         self._rows: Int64Array = np.full(max_num_seqs, -1)
         """Entry i is i if the batch's row i has a mask, otherwise -1."""
         self._unmasked: set[int] = set()
+        """Rows with a grammar but without a mask."""
 
     def add(self, batch_row: int, params: SamplingParams, output: np.ndarray) -> GrammarMask | None:
         """Adds a request's grammar, if it has one, and advances it over `output`."""

@@ -10,7 +10,7 @@ from services.worker.sampling.race import Race
 
 
 class NumpyRowSampler:
-    """A RowSampler in NumPy."""
+    """A RowSampler in NumPy. It filters one row of logits at a time, and draws for several."""
 
     draws_ahead = False
 

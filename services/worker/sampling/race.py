@@ -5,16 +5,20 @@ A token's time is an exponential random number divided by the token's weight, so
 with its probability. (This is the Gumbel-max trick: the negative logarithm of a time is logit /
 temperature plus a Gumbel number.) The random number is a function of (seed, position, token id),
 and does not depend on other tokens. Therefore a rounding error of a logit changes the draw only if
-the two smallest times differ by no more than the error.
+the two smallest times differ by no more than the error. Two models with similar probabilities, such
+as a draft model and its target, mostly draw the same tokens.
 
 Exponential numbers are generated in blocks of 32, for 32 tokens. The smallest of 32 exponentials is
-an exponential divided by 32, and each of the 32 is equally likely to be the smallest. Therefore one
-random word gives the smallest exponential of a block and the token that has it. (As in top-down
-sampling of Gumbels: Maddison, Tarlow, Minka, "A* Sampling", NIPS 2014.)
+an exponential divided by 32, and each of the 32 is equally likely to be the smallest. The
+differences between the other 31 and the smallest are exponentials again, because exponentials are
+memoryless. Therefore one random word gives the smallest exponential of a block and the token that
+has it. Words for the other tokens are computed only if the drawn token may be in the block. (As in
+top-down sampling of Gumbels: Maddison, Tarlow, Minka, "A* Sampling", NIPS 2014.)
 
 The 32 tokens of a block have ids 128 apart. A superblock is 128 interleaved blocks, with 32 * 128
 consecutive ids. A token's lane is its block's number in the superblock, and its offset is its
-number in the block.
+number in the block. Each pass over 128 consecutive logits updates the largest logits of these 128
+blocks.
 
 The random words are generated with SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom
 number generators", OOPSLA 2014): word i of a state is a mix of state + i * GAMMA. The states are
@@ -75,7 +79,8 @@ def exponentials(random: UInt64Array) -> Float64Array:
 class Race:
     """Draws tokens for up to `capacity` rows of logits at a time.
 
-    A token's speed is the negative logarithm of its time.
+    The logits of a row are written to `next_row`, and `enter` adds the row. `run` draws a token for
+    each row and removes all rows. A token's speed is the negative logarithm of its time.
 
       1. No token of a block is faster than the block's bound: the speed that its largest logit
          would have with its smallest exponential.
@@ -148,7 +153,8 @@ class Race:
         self, rows: Int64Array, blocks: Int64Array, random: UInt64Array, smallest: Float64Array
     ) -> tuple[Float64Array, Int64Array]:
         """Returns, for each row [r, 1], the speed and id of the fastest token in the row's blocks
-        [r, b].
+        [r, b]. `random` and `smallest` are the random words and smallest exponentials of all
+        blocks.
         """
         token_ids = self._token_ids[blocks]
         offsets = (random[rows, blocks] & np.uint64(BLOCK_SIZE - 1)).astype(np.int64)

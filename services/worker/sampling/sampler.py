@@ -49,9 +49,9 @@ class SamplerOutput:
 class SamplingMetadata:
     """The sampling parameters of requests without logit edits. Column i is for row i of the logits.
 
-    `parameters` [NUM_ROW_VALUES, R] has the temperatures in its first row, and one parameter of
-    filters.py, such as top_k, in each further row. `states` [R, 2]: the random states of the draws
-    (see race.py).
+    R is the number of rows. `parameters` [NUM_ROW_VALUES, R] has the temperatures in its first row,
+    and one parameter of filters.py, such as top_k, in each further row. `states` [R, 2]: the random
+    states of the draws (see race.py).
     """
 
     parameters: Float64Array
@@ -89,6 +89,10 @@ class Sampler:
 
     The result of a row does not depend on other rows, bit for bit. So a request samples the same
     tokens alone, in any batch, and after it was removed and added again with its output.
+
+    One call of a RowSampler computes all rows, including masks of grammars. Rows with other edits
+    are copied with their mask applied, and are edited one by one. A second call computes stages 3
+    to 5 for the copies.
     """
 
     def __init__(
@@ -98,17 +102,20 @@ class Sampler:
         grammars: Grammars | None = None,
         row_sampler: RowSampler | None = None,
     ) -> None:
+        """`grammars`: for requests with `structured_outputs`. `row_sampler`: by default NumPy's."""
         self._grammars = GrammarRows(max_num_seqs, vocab_size, grammars)
         self._row_sampler = row_sampler or NumpyRowSampler(max_num_seqs, vocab_size)
         self._requests: dict[int, _Request] = {}
         self._num_tokens: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
         self._seeds = np.zeros(max_num_seqs, dtype=np.uint64)
         self._is_plain = np.ones(max_num_seqs, dtype=np.bool_)
+        """Whether the request in each row of the batch has neither edits nor a grammar."""
         self._has_edits = np.zeros(max_num_seqs, dtype=np.bool_)
         self._edited_rows: set[int] = set()
         self._constrained: set[int] = set()
-        """The rows of the batch with edits or a grammar."""
+        """The rows of the batch with edits or a grammar. Most batches have none."""
         self._num_logprobs: dict[int, int] = {}
+        """Maps rows of the batch to the number of most probable tokens to report."""
         self._parameters = np.zeros((NUM_ROW_VALUES, max_num_seqs), dtype=np.float64)
         num_copies = max(1, min(max_num_seqs, _COPIED_BYTES // (4 * vocab_size)))
         self._copies = np.empty((num_copies, vocab_size), dtype=np.float32)
@@ -260,8 +267,9 @@ class Sampler:
         batch_rows: np.ndarray,
         drawn: Int64Array | None,
     ) -> Int64Array:
-        """The result is UNUSABLE if NaN or infinity leaves no token to sample, and REFUSED if a
-        grammar and other parameters leave none.
+        """Draws a token for each of these rows of the logits. The result is UNUSABLE if NaN or
+        infinity leaves no token to sample, and REFUSED if a grammar and other parameters leave
+        none.
         """
         parameters = self._row_parameters(batch_rows)
         if drawn is None and not self._constrained:
@@ -312,7 +320,9 @@ class Sampler:
     def _append(
         self, batch_rows: np.ndarray, token_ids: Int64Array, missing: AbstractSet[int]
     ) -> None:
-        """`missing` has the indexes of requests for which no token was sampled."""
+        """Appends the sampled tokens to the requests. `missing` has the indexes of requests for
+        which no token was sampled. These requests end, so their state is not updated.
+        """
         self._num_tokens[batch_rows] += 1
         if not self._constrained:
             return

@@ -56,7 +56,9 @@ class SpeculativeConfig:
     many as the device computes in about the time of one.
     """
     model: Path | None = None
+    """The directory of the draft model, or None for other methods."""
     suffix: SuffixRules | None = None
+    """The rules of suffix trees, or None for other methods."""
 
     @property
     def method(self) -> str:

@@ -25,7 +25,7 @@ class Tree:
             (root / name).symlink_to(REPOSITORY / name)
 
     def write(self, name: str, text: str) -> None:
-        """Links to folders on its path are replaced by folders."""
+        """Writes a file. Links to folders on its path are replaced by folders."""
         for folder in reversed(Path(name).parents[:-1]):
             path = self._root / folder
             if path.is_symlink():
@@ -60,7 +60,7 @@ class Tree:
 
 
 def apply(recipe: str, tree: Tree) -> list[str]:
-    """Returns the test files that the recipe adds."""
+    """Applies the code blocks of a recipe in order. Returns the test files that it adds."""
     (section,) = re.findall(rf"^## {recipe}\n(.*?)^## ", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     added = []
     for kind, name, text in re.findall(

@@ -17,7 +17,9 @@ from tests.scheduler.story import prompt
 
 FIRST, NEXT = prompt(9), prompt(3, 700)
 HELD = [*FIRST, *continuation(FIRST, 4)[:-1]]
-"""The last output token is dropped, because no step has computed its keys and values."""
+"""The tokens of a session after a turn of four output tokens. The last of them is dropped, because
+no step has computed its keys and values.
+"""
 
 
 @pytest.fixture(params=[False, True], ids=["one step in flight", "two steps in flight"])

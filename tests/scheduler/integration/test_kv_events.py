@@ -51,6 +51,7 @@ WIDE = common_pb2.KVCacheGroup(
 async def publishing(
     directory: Path, worker: FakeWorker, **settings: Any
 ) -> AsyncIterator[tuple[Replica, Subscriber]]:
+    """A replica that publishes events, and a subscriber."""
     live, replay = f"ipc://{directory}/events", f"ipc://{directory}/replay"
     endpoints = {"kv_events_endpoint": live, "kv_events_replay_endpoint": replay}
     async with serving_replica(worker, **endpoints, **settings) as replica:
@@ -84,6 +85,7 @@ async def test_a_request_is_published_with_its_tokens_and_parents(tmp_path: Path
     async with publishing(tmp_path, FakeWorker()) as (replica, subscriber):
         await run(replica, [prompt(10)])
         _, seen = await view_of(subscriber)
+        # 10 prompt tokens and 8 output tokens, of which the last is not computed, fill 4 blocks.
         stored = [event for event in seen if isinstance(event, BlockStored)]
         tokens = prompt(10) + continuation(prompt(10), 8)
         assert [token for event in stored for token in event.token_ids] == tokens[:16]
@@ -128,6 +130,9 @@ async def test_the_events_lead_to_what_the_pool_has_cached(
 
 
 async def test_a_part_of_a_block_is_a_block_of_the_tokens_of_a_hash(tmp_path: Path) -> None:
+    """A hash covers 2 tokens and a block 4, so a prefix hit may end inside a block. A prompt of 11
+    tokens has two full blocks, and one more hash for tokens 9 and 10.
+    """
     worker = FakeWorker(groups=[FULL, STATE])
     async with publishing(tmp_path, worker, prefix_match_unit=2) as (replica, subscriber):
         await run(replica, [prompt(11)], sampling=sampling(1))

@@ -36,7 +36,7 @@ async def look(
 
 
 async def hold_three(replica: Replica, gateway: Gateway, **fields: Any) -> None:
-    """The worker blocks in the first step of two, and the third waits."""
+    """Adds three requests. The worker blocks in the first step of two, and the third waits."""
     async with replica.planning_together(3):
         for handle in range(3):
             await gateway.add(handle, prompt(9, 100 * handle), **fields)

@@ -109,6 +109,7 @@ async def test_the_time_of_a_step_begins_when_the_one_before_it_is_done() -> Non
         await gateway.until_tokens(1, 20)
         allowed_seconds = worker.steps[-1].timeout_millis / 1000
         assert FLOOR_SECONDS <= allowed_seconds < CEILING_SECONDS / 2
+        # Two steps are in flight. The delay of each is shorter than its deadline.
         for _ in range(2):
             num_steps = len(worker.steps)
             worker.going.clear()

@@ -10,6 +10,7 @@ from services.common.rpc import channel
 from tests.scheduler.serving_replica import gateway_of, serving_replica
 
 PING_MILLIS = 520
+"""Slightly more milliseconds than the shortest interval between pings that servers allow."""
 IDLE_SECONDS = 4.0
 """Long enough for a server to end the connection if it did not allow pings without traffic."""
 PROMPT = range(3, 43)

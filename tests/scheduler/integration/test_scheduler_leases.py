@@ -42,6 +42,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Worker:
 async def another_scheduler(
     replica: Replica, directory: Path, name: str
 ) -> AsyncIterator[asyncio.Task[None]]:
+    """A second scheduler, running in a task, for the pool service and the worker of a replica."""
     stop = asyncio.Event()
     settings = SchedulerSettings(
         kvpool=replica.pool_address,

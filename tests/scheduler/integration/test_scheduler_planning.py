@@ -1,4 +1,6 @@
-"""The scheduler plans each step shortly before the running step ends. A step takes 120 ms."""
+"""The scheduler plans each step shortly before the running step ends. All services are real. The
+worker's steps take 120 ms.
+"""
 
 import asyncio
 import itertools

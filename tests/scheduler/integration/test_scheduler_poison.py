@@ -1,4 +1,4 @@
-"""Some requests kill the worker process in each of their steps."""
+"""Some requests kill the worker process in each of their steps. Other requests are served."""
 
 import pytest
 from stepwell.common.v1 import common_pb2

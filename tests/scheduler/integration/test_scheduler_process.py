@@ -40,6 +40,7 @@ async def test_sigterm_drains_what_runs_refuses_what_comes_and_exits_0() -> None
 
 
 async def _refused_while_draining(gateway: Gateway) -> int:
+    """Sends requests until one is refused because the scheduler drains. Returns its handle."""
     for handle in range(2, 1000):
         await gateway.add(handle, prompt(5), sampling=sampling(1))
         await gateway.abort(handle)

@@ -46,6 +46,7 @@ async def values(replica: Replica, name: str, label: str = "") -> dict[str, floa
 
 
 async def turn(gateway: Gateway, handle: int, tokens: list[int], **fields: object) -> list[int]:
+    """Runs a request. Returns its prompt and answer."""
     await gateway.add(handle, tokens, sampling=sampling(4), **fields)
     await gateway.finish(handle)
     return [*tokens, *gateway.heard[handle].tokens]

@@ -31,13 +31,14 @@ QUEUE_TIMEOUT = common_pb2.FINISH_REASON_QUEUE_TIMEOUT
 
 @pytest.fixture
 async def replica() -> AsyncIterator[Replica]:
+    """A replica that runs two requests at a time. Other requests may wait for half a second."""
     worker = FakeWorker(max_num_seqs=2, num_blocks=200)
     async with serving_replica(worker, max_queue_seconds=0.5) as replica:
         yield replica
 
 
 async def hold_two(replica: Replica, gateway: Gateway) -> None:
-    """The worker blocks in their first step, so that further requests wait."""
+    """Adds two requests. The worker blocks in their first step, so that further requests wait."""
     async with replica.planning_together(2):
         for handle in range(2):
             await gateway.add(handle, prompt(5, 100 * handle), timeout_millis=60_000)
@@ -136,6 +137,7 @@ async def test_gateways_hear_how_long_the_queue_is_before_any_request_has_ended(
 
 
 async def test_gateways_hear_how_many_have_places_and_what_a_prompt_takes() -> None:
+    """8 requests may run. The pool has blocks for only 5, because each needs 8 blocks."""
     worker = FakeWorker(num_blocks=5 * 8 + 1)
     async with serving_replica(worker) as replica, gateway_of(replica) as gateway:
         for handle in range(10):
@@ -186,6 +188,7 @@ async def test_each_gateway_hears_how_many_run_and_how_many_are_not_its_own(
 async def test_loads_come_with_the_steps_that_change_them(
     replica: Replica, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Periodic reports of the load are off. A step that only decodes does not change the load."""
     monkeypatch.setattr(QueueWatch, "_look", lambda _: None)
     async with gateway_of(replica) as other:
         await gateway.add(1, prompt(9), sampling=sampling(60))
@@ -225,9 +228,9 @@ async def test_gateways_hear_whether_blocks_are_what_is_missing(
         await gateway.until(
             lambda: any((one.num_running, one.num_waiting) == (1, 1) for one in gateway.queues)
         )
-        await replica.until(lambda _: bool(replica.worker.steps))
+        await replica.until(lambda _: bool(replica.worker.steps))  # the worker blocks a step
         replica.worker.going.set()
-        replica.worker.going.clear()
+        replica.worker.going.clear()  # this step ends, and the next step is planned and blocked
         if is_blocked:
             await gateway.until(lambda: any(one.is_blocked for one in gateway.queues))
         replica.worker.going.set()

@@ -32,6 +32,7 @@ async def test_each_step_has_the_last_of_the_tokens_that_it_computes() -> None:
         await replica.until_idle()
     tokens = [*prompt(100), *continuation(prompt(100), 10)]
     steps = [step for step in stages[0].steps if step.rows]
+    # The budget of a step is 64 tokens. The last output token is not computed in any step.
     assert [unpack_token_ids(step.num_scheduled_tokens) for step in steps] == [
         [64],
         [36],
@@ -48,6 +49,7 @@ async def test_there_are_as_many_steps_in_flight_as_stages_and_no_request_decode
         stages[1].going.clear()
         for handle in range(3):
             await gateway.add(handle, prompt(40, 100 * handle), sampling=sampling(5))
+        # Two steps compute the 120 prompt tokens. The third step waits for the answer to the first.
         await replica.until(lambda _: sum(bool(step.rows) for step in stages[0].steps) == 2)
         await asyncio.sleep(0.05)
         assert sum(bool(step.rows) for step in stages[0].steps) == 2

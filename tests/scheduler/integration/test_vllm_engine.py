@@ -202,7 +202,9 @@ async def test_what_cannot_be_served_is_refused_by_its_name(
 def with_logprobs(
     step: worker_pb2.ExecuteRequest, answer: worker_pb2.ExecuteResponse
 ) -> list[worker_pb2.ExecuteResponse]:
-    """Adds log-probabilities of two candidates for each output token, and none for the prompt."""
+    """Adds log-probabilities to the worker's answer to a step of one request: two candidates for
+    each output token, and none for prompt tokens.
+    """
     num_prompt = sum(len(unpack_token_ids(new.token_ids)) - 1 for new in step.new_requests)
     for index, num_tokens in enumerate(unpack_token_ids(answer.num_tokens)):
         answer.logprobs.add(

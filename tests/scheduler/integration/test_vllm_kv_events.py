@@ -182,6 +182,7 @@ async def next_load(
         common_pb2.SubscribeKvEventsRequest, common_pb2.KvEventBatch
     ],
 ) -> common_pb2.EngineLoad:
+    """Returns the load in the next message that has one."""
     async with asyncio.timeout(SECONDS):
         while True:
             batch = await subscription.read()

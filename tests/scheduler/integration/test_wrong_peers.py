@@ -95,7 +95,7 @@ async def test_wrong_answers_of_a_worker_are_no_tokens(caplog: pytest.LogCapture
         await answer_all(gateway)
         await replica.until_idle()
     assert not spoiler.kinds
-    logged = [
+    logged = [  # gRPC's poller may also log an error, with asyncio's logger
         one.getMessage()
         for one in caplog.records
         if one.levelno >= logging.WARNING and one.name.startswith("services.")
@@ -346,6 +346,7 @@ async def test_one_wrong_description_of_a_worker_ends_nothing(wrong: dict[str, A
 async def test_a_peer_that_answers_in_another_protocol_is_waited_for_with_the_reason(
     method: str, peer: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The scheduler compares the protocol numbers, which an older peer may not do."""
     lane = Lane(method, Direction.RESPONSE)
 
     def older(message: bytes) -> list[bytes]:

@@ -15,6 +15,7 @@ _OTHER_PARENT = 7
 
 
 def so_far(story: TracedStory, name: str) -> list[Seen]:
+    """A request's spans so far. An unsampled request's spans get the parent `_OTHER_PARENT`."""
     collector = SpanCollector("scheduler")
     traceparent = f"00-{trace_id_of(name):032x}-{_OTHER_PARENT:016x}-01"
     story.tracer.so_far(name, traceparent, collector.tracing)

@@ -18,7 +18,7 @@ from tests.scheduler.story import BLOCK_SIZE, Story, prompt
 
 FULL = KVCacheGroup(AttentionType.FULL, BLOCK_SIZE)
 WINDOW = KVCacheGroup(AttentionType.SLIDING_WINDOW, BLOCK_SIZE, 6)  # a query sees six tokens
-CHUNK = KVCacheGroup(AttentionType.CHUNKED_LOCAL, BLOCK_SIZE, 8)
+CHUNK = KVCacheGroup(AttentionType.CHUNKED_LOCAL, BLOCK_SIZE, 8)  # a chunk is two blocks
 STATE = KVCacheGroup(AttentionType.STATE_SPACE, BLOCK_SIZE, mamba_cache_mode=MambaCacheMode.ALIGN)
 
 
@@ -44,6 +44,9 @@ class Overheard:
             for operation in self.operations
             if isinstance(operation, Grow)
         ]
+
+
+# Windows
 
 
 async def test_a_window_gives_back_what_no_later_query_sees() -> None:
@@ -89,6 +92,7 @@ async def test_a_window_does_not_move_over_tokens_of_a_step_in_flight() -> None:
     assert (first.num_computed_tokens, first.num_scheduled_tokens) == ([8], [4])
     assert heard[0].grown == [([0], [12])]
     story.scheduler.update_from_output(prefill, ModelRunnerOutput([[500]]))
+    # Twelve tokens count as computed. Four of them, three of which are drafts, are in flight.
     second = await story.scheduler.schedule()
     assert (second.num_computed_tokens, second.num_scheduled_tokens) == ([12], [4])
     assert heard[0].grown[1:] == [([8], [16])]
@@ -123,21 +127,27 @@ async def test_two_groups_of_full_attention_take_twice_the_blocks() -> None:
     assert told.round_trips == 2
 
 
+# EAGLE draft heads, for which hits lack their last block
+
+
 async def test_a_burst_that_shares_a_prompt_is_admitted_at_once_where_hits_drop_a_block() -> None:
     story = Story(groups=(FULL,), drop_last_hit_block=True)
     for number in range(4):
         story.add(f"r{number}", prompt(12) + prompt(3, 500 + 10 * number))
     told = await story.step()
     assert told.start == {"r0": 0, "r1": 8, "r2": 8, "r3": 8}
-    assert told.round_trips == 2
+    assert told.round_trips == 2  # one for growth and look-ups, one for all admissions
     await story.run()
+
+
+# State-space layers
 
 
 async def test_a_prompt_is_computed_in_chunks_that_end_where_blocks_end() -> None:
     story = Story(groups=(STATE,), max_num_batched_tokens=10)
     story.add("a", prompt(23))
     chunks = [told.granted["a"] for told in await story.steps(4)]
-    assert chunks == [8, 8, 4, 3]
+    assert chunks == [8, 8, 4, 3]  # chunks of at most 10 tokens end at 8, 16, and 20
 
 
 async def test_a_short_prompt_is_cut_at_its_last_boundary() -> None:
@@ -223,6 +233,9 @@ async def test_without_states_nothing_is_zeroed() -> None:
     assert all(told.zeroed == [] for told in await story.run())
 
 
+# The longest requests, and configurations that cannot be served
+
+
 def config(*groups: KVCacheGroup, **fields: int | bool) -> SchedulerConfig:
     limits = {
         "max_num_seqs": 4,
@@ -247,7 +260,7 @@ def config(*groups: KVCacheGroup, **fields: int | bool) -> SchedulerConfig:
         ((FULL, WINDOW), 28),  # 7 and 5 blocks
         ((FULL, STATE), 40),  # 10 and 2 blocks
         ((FULL, WINDOW, CHUNK, STATE), 12),  # 3, 3, 3 and 2 blocks
-        ((WINDOW, WINDOW, WINDOW), 16),
+        ((WINDOW, WINDOW, WINDOW), 16),  # 4 blocks each, as 3 * 5 blocks would be too many
     ],
 )
 def test_the_longest_request_is_one_that_all_groups_hold(

@@ -169,6 +169,9 @@ async def test_a_log_tells_items_and_what_is_evicted() -> None:
             )
 
 
+# The encoder cache without a scheduler
+
+
 def make_request(name: str, *items: EncoderInput) -> Request:
     story = make_story()
     return add(story, name, *items)

@@ -10,7 +10,7 @@ from tests.scenarios.scenario import read_scenario
 
 async def run(prompts: dict[str, int], **config: Any) -> dict[str, Any]:
     """Runs a scenario in which prompts of these lengths, without common tokens, arrive before step
-    0.
+    0. Returns its record.
     """
     events = [
         {

@@ -66,6 +66,9 @@ async def test_priority_preempts_the_least_important_and_rolls_its_grant_back() 
 
 
 async def test_the_budget_of_a_rolled_back_grant_goes_to_the_requests_behind() -> None:
+    """As in vLLM, the number of tokens for "high" is set before its slots are allocated. Then the
+    allocation preempts "low", whose tokens return to the budget for later requests.
+    """
     story = Story(
         num_blocks=8, policy="priority", max_num_batched_tokens=8, scheduler_reserve_full_isl=False
     )

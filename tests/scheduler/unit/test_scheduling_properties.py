@@ -149,6 +149,9 @@ class Life:
                 self.story.scheduler.abort(request)
 
     def _check_ends(self) -> None:
+        """Asserts that all requests ended with the right tokens and reasons, and freed their
+        blocks.
+        """
         for arrival, request in self.requests:
             expected, reason = self._expected(arrival)
             if request.finish_reason is FinishReason.ABORT:

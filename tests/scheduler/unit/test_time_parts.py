@@ -1,4 +1,6 @@
-"""The parts of a request's time at a replica."""
+"""The parts of a request's time at a replica. A part in which it waits names the request that
+occupied the missing blocks, budget or slot.
+"""
 
 from services.common.telemetry.time_parts import TimePart
 from services.scheduler.core.grammar import GrammarStatus
@@ -9,6 +11,7 @@ from tests.scheduler.traced_story import SECOND, TracedStory
 
 
 async def parts_of(story: TracedStory, request: Request) -> list[TimePart]:
+    """Runs all requests to their ends. Returns the parts of a request's time, which must add up."""
     await story.to_the_end()
     assert request.times is not None
     assert sum(part.nanos for part in request.times.parts) == sum(request.times[:3])

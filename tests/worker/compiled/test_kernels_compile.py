@@ -18,6 +18,7 @@ from tests.worker.interpreted.interpreted_ops import AnywhereSplitK
 
 MAX_MODEL_LEN = 1024
 SHARED_BYTES = {(8, 0): 163 * 1024, (8, 9): 99 * 1024, (9, 0): 227 * 1024}
+"""The shared memory of a thread block in bytes, by compute capability."""
 
 
 class Multiprocessors(CpuDevice):
@@ -40,6 +41,7 @@ class AbsentGpu:
 
 @contextmanager
 def compiling_only(capability: tuple[int, int]) -> Iterator[list[tuple[str, Any]]]:
+    """In this context kernels are compiled but not run. The yielded list collects them."""
     compiled: list[tuple[str, Any]] = []
     launch = JITFunction.run
 

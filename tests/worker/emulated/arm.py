@@ -31,7 +31,7 @@ def require_tools() -> None:
 
 
 def compiled_for(kind: Kind) -> Path:
-    """Later test sessions reuse both."""
+    """A processor kind's library and the program `calls`. Later test sessions reuse both."""
     digest = sha256(repr((COMPILER, FLAGS, kind.flags)).encode())
     for source in (*sorted(SOURCES.iterdir()), CALLS):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
@@ -74,7 +74,7 @@ class EmulatedLibrary:
         self._used = 0
 
     def empty(self, shape: tuple[int, ...] | int, dtype: type) -> np.ndarray:
-        """Its elements are arbitrary."""
+        """A new array in memory that the library can read and write. Its elements are arbitrary."""
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
         begin, self._used = self._used, self._used + -(-size // _LINE) * _LINE
         assert self._used <= _MEMORY_BYTES

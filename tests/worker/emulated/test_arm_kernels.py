@@ -84,7 +84,7 @@ def packed(
 def products(
     arm: EmulatedLibrary, elements: Elements, projection: library.Projection, x: np.ndarray
 ) -> np.ndarray:
-    """Asserts that they do not depend on the number of rows in a call."""
+    """The outputs of all rows. Asserts that they do not depend on the number of rows in a call."""
     given, width = arm.copy(x), projection.columns // (2 if projection.epilogue else 1)
     output = arm.empty((len(x), width), elements.dtype)
     begin, found = 0, []
@@ -195,6 +195,7 @@ class Sequence:
     def outputs(
         self, arm: EmulatedLibrary, counts: list[int], page: int, cache_format: int
     ) -> np.ndarray:
+        """The outputs of all tokens, in steps of `counts` tokens, with pages in shuffled order."""
         arm.clear()
         blocks = 1 + -(-TABLE // page)
         head = -(-self.dim // 16) * 16 + 4 if cache_format else self.dim

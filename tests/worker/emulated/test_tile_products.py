@@ -50,10 +50,9 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Functions:
 
 
 def added(total: np.ndarray, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """Adds `total` and x times the transposed weight, in the order of tiles.
-
-    In each 32 elements of depth, products at even and at odd depths are summed separately. Each
-    addition is rounded once to float32.
+    """`total` + x times the transposed weight, added in the order of tiles: in each 32 elements of
+    depth, products at even and at odd depths are summed separately. Each addition is rounded once
+    to float32, because products of bfloat16 numbers are exact in double precision.
     """
     for first in range(0, x.shape[1], 32):
         sums = np.zeros((2, len(x), len(weight)), np.float32)

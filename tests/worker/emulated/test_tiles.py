@@ -1,4 +1,6 @@
-"""Each record in recorded_tiles.npz has the instruction, the shape (rows, 32-bit groups of depth,
+"""Tile instructions, emulated and in hardware, compute the results that an Intel Xeon computed.
+
+Each record in recorded_tiles.npz has the instruction, the shape (rows, 32-bit groups of depth,
 columns), the tiles `a` and `b`, and the tile of totals `before` and `after` the instruction.
 Elements of `a`, `b` and `before` outside the shape are arbitrary.
 """
@@ -88,6 +90,7 @@ def pointer(array: np.ndarray) -> ctypes.c_void_p:
 
 
 def assert_as_recorded(library: ctypes.CDLL) -> None:
+    """Compares all bits of all recorded results, including NaN and infinities."""
     assert set(RECORDED["instruction"]) == set(INSTRUCTIONS)
     records = zip(*(RECORDED[name] for name in ("instruction", "shape", "a", "b")), strict=True)
     for i, (instruction, shape, a, b) in enumerate(records):
@@ -124,6 +127,7 @@ def test_the_hardware_equals_recorded_results(compile_program: Compile) -> None:
 
 @pytest.mark.parametrize("pairs", [1, 15, 16, 17, 32, 40])
 def test_rows_without_tiles_have_the_same_bits(emulated: ctypes.CDLL, pairs: int) -> None:
+    """A tile has 16 pairs of elements. The last one has fewer if 16 does not divide `pairs`."""
     random = np.random.default_rng(pairs)
     # Bit ranges for products near the smallest normal number, sums that cancel, common numbers.
     for low, high in ((1, 0x2000), (0x3F00, 0x3F90), (0x3800, 0x4300)):

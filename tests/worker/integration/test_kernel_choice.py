@@ -34,6 +34,7 @@ def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def with_compiler() -> str:
+    """The path of the C++ compiler. Skips the test if there is none."""
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
         pytest.skip("there is no compiler")

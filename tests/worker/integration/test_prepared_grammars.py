@@ -41,7 +41,7 @@ def worker() -> Worker:
 
 @pytest.fixture
 def compiled(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> list[StructuredOutputs]:
-    """Returns a list of the grammars that it compiles later."""
+    """Empties the worker's grammar cache. Returns a list of the grammars that it compiles later."""
     grammars, found = worker.grammars, list[StructuredOutputs]()
     assert grammars is not None
     compile_one = grammars._compile

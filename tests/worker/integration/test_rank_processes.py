@@ -27,6 +27,7 @@ def directory(tmp_path: Path) -> Path:
 async def start_ranks(
     directory: Path, *flags: Sequence[str], **environ: str
 ) -> list[asyncio.subprocess.Process]:
+    """Starts a rank for each of `flags`, with torch's environment variables."""
     group = {"WORLD_SIZE": str(len(flags)), "MASTER_PORT": str(free_port()), **environ}
     return [
         await start(
@@ -56,6 +57,7 @@ async def test_ranks_agree_on_their_cache_and_a_killed_one_takes_the_other_down(
                 worker_pb2.DescribeRequest(release=own_release()), timeout=60
             )
         assert (described.rank, described.world_size, described.num_blocks) == (rank, 2, 40)
+        # A rank has one of the two key-value heads of both layers, in float32.
         assert described.bytes_per_block == 16 * 2 * 12 * 2 * 4
     began = time.monotonic()
     second.send_signal(signal.SIGKILL)

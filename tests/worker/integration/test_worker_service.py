@@ -60,7 +60,7 @@ def new_request(row: int = 0, **sampling: object) -> worker_pb2.NewRequest:
 def step(
     number: int, *entries: tuple[int, int, int], generation: int = 1, **fields: object
 ) -> worker_pb2.ExecuteRequest:
-    """Entries are (batch row, number of scheduled tokens, number of computed tokens)."""
+    """A step. Entries are (batch row, number of scheduled tokens, number of computed tokens)."""
     rows, scheduled, computed = zip(*entries, strict=True) if entries else ((), (), ())
     return worker_pb2.ExecuteRequest(
         generation=generation,
@@ -179,6 +179,7 @@ async def test_describe_answers_with_model_limits_and_cache(
     assert (description.max_model_len, description.vocab_size) == (512, VOCAB_SIZE)
     assert list(description.eos_token_ids) == [2]
     assert description.num_blocks == 40
+    # Two layers, keys and values, two heads of size 12, 16 tokens, 4 bytes.
     assert description.bytes_per_block == 2 * 2 * 2 * 12 * 16 * 4
     assert (description.max_num_seqs, description.max_num_batched_tokens) == (8, 64)
     assert (description.rank, description.world_size, description.dtype) == (0, 1, "float32")
@@ -236,6 +237,7 @@ async def test_steps_in_flight_use_tokens_that_the_worker_sampled(
         step(1, (0, len(PROMPT), 0), new_requests=[new_request()]),
         *(step(2 + number, (0, 1, len(PROMPT) + number)) for number in range(5)),
     )
+    # The second step was sent before this call, so it has arrived when the call returns.
     await worker.Describe(
         worker_pb2.DescribeRequest(release=own_release()), timeout=DEADLINE_SECONDS
     )
@@ -244,6 +246,7 @@ async def test_steps_in_flight_use_tokens_that_the_worker_sampled(
     assert [answer.step for answer in answers] == [1, 2, 3, 4, 5, 6]
     assert [token for answer in answers for token in unpacked(answer.token_ids)] == tokens
     assert all(answer.execute_nanos > 0 for answer in answers)
+    # A step waits from its arrival until shortly after the step before has ended.
     assert all(0 < answer.queue_nanos >= answer.slack_nanos for answer in answers)
     assert answers[1].slack_nanos > 0
     await ahead.finish()

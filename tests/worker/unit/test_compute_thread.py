@@ -156,7 +156,9 @@ async def test_a_worker_is_not_live_while_something_is_overdue(compute: ComputeT
 
 
 async def test_a_worker_that_gets_no_processor_is_live(compute: ComputeThread) -> None:
-    """The step counts as hanging when its thread has run for 50 ms."""
+    """The step counts as hanging when its thread has run for 50 ms. The thread gets a tenth of a
+    processor, so the worker stays live for half a second.
+    """
     states: asyncio.Queue[bool] = asyncio.Queue()
     began, going = time.monotonic(), threading.Event()
 

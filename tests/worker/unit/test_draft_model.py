@@ -93,6 +93,7 @@ def test_after_all_drafts_are_accepted_two_tokens_are_computed_and_blocks_are_fi
     assert step(runner, 10, MOST) == 5
     assert model.take() == [[9, 10], [11], [12], [13]]
     assert step(runner, 15, MOST) == 5
+    # The last draft's position, 19, is computed, too, because it is the last one of its block.
     assert model.take() == [[14, 15], [16], [17], [18], [19]]
     assert step(runner, 20, MOST) == 5
     assert model.take() == [[20], [21], [22], [23]]
@@ -104,6 +105,7 @@ def test_rejected_drafts_are_written_over(directory: Path, tmp_path: Path) -> No
     enter(runner)
     assert step(runner, 5, MOST) == 1
     assert model.take()[1:] == [[5], [6], [7], [8]]
+    # The scheduler planned this step as if all four drafts of the step before were accepted.
     assert step(runner, 10, MOST) == 1
     assert model.take() == [[6], [7], [8], [9]]
 
@@ -120,6 +122,7 @@ def test_without_drafts_tokens_are_computed_once_they_fill_a_block(directory: Pa
     step(runner, 8, 0)
     assert model.take() == []
     assert step(runner, 9, 2) == 3
+    # Both drafts were accepted. The last one's position, 11, is the last one of its block.
     assert model.take() == [[8, 9], [10], [11]]
 
 

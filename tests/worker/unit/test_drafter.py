@@ -69,7 +69,7 @@ def enter(runner: ModelRunner) -> int:
 
 
 def continued(runner: ModelRunner, count: int) -> list[int]:
-    """Removes the request at the end."""
+    """The first `count` output tokens without drafts. Removes the request at the end."""
     tokens = [enter(runner)]
     for index in range(count - 1):
         tokens.append(int(runner.execute(step(2 + index, 1, 5 + index, 0)).token_ids[0]))
@@ -86,6 +86,7 @@ def test_a_step_continues_after_the_accepted_drafts(
     output = runner.execute(step(2, 1 + MOST, 5, MOST))
     assert output.token_ids.tolist() == tokens[1:3]
     assert output.num_draft_tokens.tolist() == [MOST]
+    # The next step was planned as if all four drafts had been accepted.
     scripted.next = tokens[3:5]
     output = runner.execute(step(3, 1 + MOST, 10, MOST))
     assert output.token_ids.tolist() == tokens[3:6]
@@ -94,6 +95,7 @@ def test_a_step_continues_after_the_accepted_drafts(
     output = runner.execute(step(4, 1 + MOST, 12, MOST))
     assert output.token_ids.tolist() == [tokens[6]]
     assert not len(output.num_draft_tokens)
+    # This step has no drafts, but was planned as if the last step's four drafts were accepted.
     assert runner.execute(step(5, 1, 15, 0)).token_ids.tolist() == [tokens[7]]
     assert scripted.asked == [
         ([*PROMPT, tokens[0]], MOST),

@@ -34,6 +34,7 @@ def description(model: Path, **changes: object) -> WorkerDescription:
 def test_the_same_memory_has_more_blocks_of_8_bits(
     tmp_path: Path, dtype: DtypeSetting, least: float
 ) -> None:
+    """A head of 64 elements takes 64 bytes and a scale of 4 bytes, instead of 128 or 256 bytes."""
     save_tiny_model(tmp_path, "qwen3", head_dim=64)
     plain, coded = (
         description(

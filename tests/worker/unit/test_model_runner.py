@@ -31,7 +31,7 @@ def new(row: int = 0, sampling: SamplingParams = GREEDY, first_block: int = 1) -
 
 
 def step(number: int, *entries: tuple[int, int, int], generation: int = 1, **changes) -> StepInput:
-    """Entries are (batch row, number of scheduled tokens, number of computed tokens)."""
+    """A step. Entries are (batch row, number of scheduled tokens, number of computed tokens)."""
     rows, scheduled, computed = zip(*entries, strict=True) if entries else ((), (), ())
     return StepInput(generation, number, ints(*rows), ints(*scheduled), ints(*computed), **changes)
 
@@ -108,6 +108,7 @@ def test_drafts_are_accepted_up_to_the_first_that_would_not_be_sampled(
     accepted = output.token_ids.tolist()
     assert output.num_tokens.tolist() == [num_right + 1]
     assert accepted == tokens[1 : 2 + num_right]
+    # Rejected drafts do not change later tokens.
     rest = []
     for number in range(20, 22):
         computed = 5 + len(accepted) + len(rest)

@@ -173,7 +173,7 @@ def test_a_stage_that_waits_for_too_long_ends_the_group(directory: Path) -> None
     timeouts = Timeouts(join_seconds=20, collective_seconds=1)
     with StagedRunner(directory, 2, timeouts=timeouts, block_size=4, num_blocks=50) as stages:
         stages.execute(opening(1))
-        time.sleep(1.2)
+        time.sleep(1.2)  # without a step a stage does not wait
         stages.execute(prompt_of(1, 1))
         with pytest.raises(GroupBroken, match="step 2 failed on rank 1"):
             stages.submit_to(1, prompt_of(1, 2)).result(20)
@@ -185,6 +185,7 @@ def test_a_stage_that_ends_ends_the_others(directory: Path) -> None:
         waiting = stages.submit_to(2, prompt_of(1, 0))
         stages.groups[0].close()
         for rank in (1, 2):
+            # The message of rank 2 may be "rank 1 has ended: rank 0 has ended".
             assert "rank 0 has ended" in str(stages.broken[rank].result(1.5))
         with pytest.raises(GroupBroken):
             waiting.result(30)

@@ -39,7 +39,7 @@ class EchoRunner:
 
 
 class Scheduler:
-    """The answers to the steps `blocked` cannot be sent at once."""
+    """Receives answers. The answers to the steps `blocked` cannot be sent at once."""
 
     def __init__(self, blocked: frozenset[int]) -> None:
         self.answered: list[int] = []
@@ -49,7 +49,7 @@ class Scheduler:
 
     def write_at_once(self, response: worker_pb2.ExecuteResponse) -> bool:
         assert threading.get_ident() != self._loop_thread
-        for _ in range(3):
+        for _ in range(3):  # the event loop may try to send answers now
             asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop).result(SECONDS)
         if response.step in self._blocked:
             return False
@@ -58,7 +58,7 @@ class Scheduler:
         return True
 
     async def write(self, response: worker_pb2.ExecuteResponse) -> None:
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # the compute thread may run the next step now
         self.answered.append(response.step)
 
 

@@ -35,6 +35,7 @@ class Requests:
             one.enter(row, key, len(prompt))
 
     def write(self, written: dict[int, list[int]]) -> None:
+        """Appends the tokens that a step has sampled. `written` maps rows to tokens."""
         for row, tokens in written.items():
             self._append(row, tokens)
         rows = np.array(list(written), np.int32)
@@ -172,7 +173,9 @@ def test_the_response_that_ended_first_is_forgotten_first() -> None:
 
 
 def test_each_of_many_responses_is_found_until_it_is_forgotten() -> None:
-    """With 45,000 strings, the hash table of the trees' children grows many times."""
+    """With 45,000 strings, the hash table of the trees' children grows many times. Forgetting a
+    response removes children from it.
+    """
     native = suffix_trees(RULES)
     requests, most = Requests(native), RULES.max_cached_requests
     written = np.random.default_rng(5).permutation(45_000).reshape(150, 300).tolist()

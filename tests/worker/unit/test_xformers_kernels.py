@@ -18,7 +18,9 @@ INTERPRETED, COMPILED = {"TRITON_INTERPRET": "1"}, {"TRITON_INTERPRET": "0"}
 RUNS = {"interpreted": INTERPRETED, "compiled": COMPILED}
 """Maps each test directory, the slowest first, to its environment variables."""
 SECONDS = 600
-"""The time limit of a directory in seconds."""
+"""The time limit of a directory in seconds. The interpreter takes less than a minute, or several
+minutes on a busy machine.
+"""
 
 Done = subprocess.CompletedProcess[str]
 
@@ -27,7 +29,7 @@ Done = subprocess.CompletedProcess[str]
 def runs(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Future[Done]]]:
-    """Maps each directory to its result."""
+    """Runs the tests of the selected directories. Maps each directory to its result."""
     pytest.importorskip("xformers", reason="xFormers has wheels for Linux on x86-64 alone")
     here = [item for item in request.session.items if item.path == request.path]
     selected = [

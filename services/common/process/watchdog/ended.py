@@ -1,5 +1,6 @@
 """Records, in a file beside a process's Unix socket, that a supervisor killed the process as hung.
-Without this record, the peers of a killed process could not distinguish the kill from a crash.
+Without this record, the peers of a killed process could not distinguish the kill from a crash. The
+file has the ids of killed processes, one per line. It is written before the kill.
 """
 
 from contextlib import suppress
@@ -9,13 +10,13 @@ from services.common.rpc.addresses import is_unix_address, unix_path
 
 
 def note_ended(address: str, pid: int) -> None:
-    """Must be called before the kill."""
+    """Records that the supervisor is about to kill the process that listens at unix:PATH."""
     with suppress(OSError), _file(address).open("a") as ended:
         ended.write(f"{pid}\n")
 
 
 def was_ended(address: str, pid: int) -> bool:
-    """False for an address host:port."""
+    """Whether a supervisor recorded that it killed the process. False for an address host:port."""
     if not is_unix_address(address):
         return False
     with suppress(OSError):

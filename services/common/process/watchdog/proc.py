@@ -22,18 +22,21 @@ _NANOS, _MICROS = 1e9, 1e6
 _BYTES = 4096
 _CREDENTIALS = struct.Struct("3i")
 PROC = "/proc"
-"""In simulations with virtual time, a path that does not exist."""
+"""The directory to read. In simulations with virtual time, it is a path that does not exist."""
 _PRESSURES = ("pressure/io", "pressure/memory")
 _STATE, _USER_TICKS, _SYSTEM_TICKS = 0, 11, 12
+"""Indices of fields in /proc/PID/stat after the process name."""
 
 
 def watch_pids(pids: Sequence[int]) -> Callable[[float], Reading]:
+    """Returns a function that reads the times of these processes, given the current time."""
     return lambda now: _reading(now, pids)
 
 
 def watch_addresses(addresses: Callable[[], Iterable[str]]) -> Callable[[float], Reading]:
-    """A process can be found only if its address is a Unix socket of this machine (unix:PATH). If
-    any process cannot be found, readings contain no process.
+    """As `watch_pids`, for the processes that listen at these addresses. A process can be found
+    only if its address is a Unix socket of this machine (unix:PATH). If any process cannot be
+    found, readings contain no process.
     """
 
     def read(now: float) -> Reading:
@@ -44,6 +47,7 @@ def watch_addresses(addresses: Callable[[], Iterable[str]]) -> Callable[[float],
 
 
 def watch_self() -> Callable[[float], Reading]:
+    """As `watch_pids`, for a process that watches itself."""
     return partial(_reading, pids=(os.getpid(),), watcher=False)
 
 
@@ -73,6 +77,7 @@ def _reading(now: float, pids: Sequence[int], watcher: bool = True) -> Reading:
 
 
 def listener_pid(address: str) -> int:
+    """The id of the process that listens at a Unix socket, or 0 if unknown."""
     if not is_unix_address(address):
         return 0
     with suppress(OSError), socket.socket(socket.AF_UNIX) as asking:

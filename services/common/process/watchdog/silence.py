@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 CONFIRM_SECONDS = 0.25
+"""Seconds between two readings of a silent process."""
 _THREADS_PER_PROCESSOR = 2
 """A machine with more runnable threads per processor than this is overloaded."""
 
@@ -43,21 +44,25 @@ class ThreadTimes:
 
 @dataclass(frozen=True, slots=True)
 class ProcessTimes:
+    """Maps thread ids to the times of a process's threads."""
+
     threads: Mapping[int, ThreadTimes] = field(default_factory=dict)
 
     @property
     def is_stopped(self) -> bool:
+        """Whether a signal or a debugger has stopped the process."""
         return any(thread.state in ("T", "t") for thread in self.threads.values())
 
     @property
     def is_runnable(self) -> bool:
+        """Whether any thread runs, or waits for a processor or the disk."""
         return any(thread.state in ("R", "D") for thread in self.threads.values())
 
 
 @dataclass(frozen=True, slots=True)
 class MachineTimes:
-    """`stalled` is the number of seconds since boot in which some task stalled on memory or on
-    input and output.
+    """The numbers of the machine's runnable threads and processors, and its stalled time. `stalled`
+    is the number of seconds since boot in which some task stalled on memory or on input and output.
     """
 
     num_runnable: int = 0
@@ -66,13 +71,15 @@ class MachineTimes:
 
     @property
     def share(self) -> float:
-        """The fraction of time that counts as silence."""
+        """The fraction of time that counts as silence. It is below 1 on an overloaded machine."""
         quiet = _THREADS_PER_PROCESSOR * self.num_processors
         return min(1.0, quiet / max(1, self.num_runnable))
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
+    """The counters of the watcher, the machine, and the watched processes, if these are known."""
+
     now: float
     watcher: ProcessTimes = ProcessTimes()
     watched: Sequence[ProcessTimes] = ()
@@ -94,10 +101,10 @@ class Silence:
         self._last: Reading | None = None
         self._began = began
         self._unjudged = 0.0
-        """Seconds from `began` to the first reading."""
+        """Seconds from `began` to the first reading. After the second reading, it is 0."""
 
     def look(self, reading: Reading) -> float:
-        """Returns `seconds`."""
+        """Adds the time since the last reading to `seconds`. Returns `seconds`."""
         last, self._last = self._last, reading
         if last is None:
             elapsed = min(reading.now - self._began, self._longest_first)
@@ -122,6 +129,7 @@ def _is_stopped(reading: Reading) -> bool:
 
 
 def _counted(before: Reading, after: Reading, elapsed: float) -> float:
+    """The number of seconds in which both the watched processes and the watcher could run."""
     excused = _waited(before.watcher, after.watcher, elapsed, 0.0)
     if _is_stopped(after):
         pass
@@ -137,6 +145,7 @@ def _counted(before: Reading, after: Reading, elapsed: float) -> float:
 
 
 def _waited(before: ProcessTimes, after: ProcessTimes, elapsed: float, stalled: float) -> float:
+    """The longest wait of any of the process's threads for a processor or the disk."""
     new = ThreadTimes("R", 0.0, 0.0)
     return max(
         (
@@ -149,7 +158,7 @@ def _waited(before: ProcessTimes, after: ProcessTimes, elapsed: float, stalled: 
 
 def _waited_of(before: ThreadTimes, after: ThreadTimes, elapsed: float, stalled: float) -> float:
     ran, waited = after.ran - before.ran, after.waited - before.waited
-    if after.state == "R":
+    if after.state == "R":  # the thread runs, or its current wait is not in the counter yet
         waited = max(waited, elapsed - ran)
     elif after.state == "D":
         waited += stalled

@@ -1,5 +1,5 @@
-"""The specifications of metrics, from which services create metric families. `docs/metrics.md`
-lists all metrics.
+"""The specifications of metrics, from which services create metric families. Optional parts of the
+gateway specify their metrics in their own folders. `docs/metrics.md` lists all metrics.
 """
 
 from typing import TypeAlias
@@ -21,7 +21,7 @@ ValueFamily: TypeAlias = GaugeMetricFamily | CounterMetricFamily
 
 
 def value_family(spec: MetricSpec) -> ValueFamily:
-    """Raises KeyError for another kind of metric."""
+    """Creates an empty gauge or counter family. Raises KeyError for another kind of metric."""
     if spec.kind is Kind.COUNTER:
         return CounterMetricFamily(spec.name, spec.text, labels=spec.labels)
     _require(spec, Kind.GAUGE)
@@ -29,18 +29,19 @@ def value_family(spec: MetricSpec) -> ValueFamily:
 
 
 def histogram_family(spec: MetricSpec) -> HistogramMetricFamily:
-    """Raises KeyError for another kind of metric."""
+    """Creates an empty histogram family. Raises KeyError for another kind of metric."""
     _require(spec, Kind.HISTOGRAM)
     return HistogramMetricFamily(spec.name, spec.text, labels=spec.labels)
 
 
 def summary_family(spec: MetricSpec) -> SummaryMetricFamily:
-    """Raises KeyError for another kind of metric."""
+    """Creates an empty summary family. Raises KeyError for another kind of metric."""
     _require(spec, Kind.SUMMARY)
     return SummaryMetricFamily(spec.name, spec.text, labels=spec.labels)
 
 
 def single(spec: MetricSpec, value: float) -> Metric:
+    """Creates a gauge or a counter with one value and no labels."""
     family = value_family(spec)
     family.add_metric((), value)
     return family

@@ -194,4 +194,5 @@ INDEX_FAILURES = _index.counter(
 )
 
 INDEX_SPECS = _index.all
+"""Metrics of the gateway's index of cached prefixes."""
 SPECS = _specs.all

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 
 class Kind(enum.Enum):
+    """The metric types that Stepwell uses, as Prometheus' text format names them."""
+
     GAUGE = "gauge"
     COUNTER = "counter"
     HISTOGRAM = "histogram"
@@ -49,8 +51,10 @@ class MetricSpec:
     unit: str
     text: str
     labels: tuple[str, ...]
+    """Labels whose values the service supplies, in the order in which it supplies them."""
     source: Source
     buckets: tuple[float, ...] = ()
+    """Upper bounds of a histogram's buckets, except infinity."""
 
     @property
     def served_name(self) -> str:
@@ -59,7 +63,7 @@ class MetricSpec:
 
 
 class Specs:
-    """Specifies metrics of one source."""
+    """Specifies metrics of one source. `all` has the metrics in the order of their definition."""
 
     def __init__(self, source: Source) -> None:
         self.all: list[MetricSpec] = []

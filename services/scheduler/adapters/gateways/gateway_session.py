@@ -14,11 +14,15 @@ from services.scheduler.adapters.gateways.outbox import Outbox
 from services.scheduler.core.request import Request
 
 _MAX_CONTEXTS = 4096
-"""Limit on the size of `GatewaySession.contexts`."""
+"""Limit on the size of `GatewaySession.contexts`. A context is the KV blocks that an ended request
+left in the pool, for the next request of the same agent.
+"""
 
 
 @runtime_checkable
 class StreamWriter(Protocol):
+    """The server side of a `LocalStream`, on which a gateway on this machine bypasses gRPC."""
+
     @property
     def can_write(self) -> bool:
         """Whether a message can be sent at once, before the gateway has read earlier messages."""
@@ -36,12 +40,16 @@ class GatewaySession:
     after the first messages of the session were written.
     """
     requests: dict[int, Request] = field(default_factory=dict)
+    """Maps handles (numbers that the gateway chose) to unfinished requests."""
     contexts: dict[int, ContextId] = field(default_factory=dict)
+    """Maps the handles of recently ended requests to their contexts."""
     queue_announced: QueueState | None = None
     """The queue state (length, expected waits) that was last sent to the gateway, or None."""
     load_announced: ReplicaLoad = field(default_factory=lambda: ReplicaLoad(0, 0))
     taken_number: int = 0
+    """Number of the last message that was received."""
     num_taken_requests: int = 0
+    """Number of new requests in all received messages."""
     _num_sent: int = 0
 
     def take(self, message: scheduler_pb2.SessionRequest) -> None:
@@ -56,12 +64,14 @@ class GatewaySession:
         self.num_taken_requests += message.HasField("add") or len(message.adds.requests)
 
     def note_context(self, handle: int, context: ContextId | None) -> None:
+        """Stores an ended request's context, for a message that names the agent's next tool."""
         if context is not None:
             self.contexts[handle] = context
             if len(self.contexts) > _MAX_CONTEXTS:
                 del self.contexts[next(iter(self.contexts))]
 
     def numbered(self, response: scheduler_pb2.SessionResponse) -> scheduler_pb2.SessionResponse:
+        """Numbers the next message to send, and acknowledges the received messages in it."""
         self._num_sent += 1
         response.number = self._num_sent
         response.taken_number = self.taken_number
@@ -70,7 +80,7 @@ class GatewaySession:
 
     def flush(self) -> None:
         """Sends the collected deltas (new tokens, ends) at once, if they end no request and no
-        other message must be sent first.
+        other message must be sent first. Otherwise wakes the session's task, which sends them.
         """
         if self.writer is not None and self.outbox.may_be_taken_at_once and self.writer.can_write:
             self.writer.write_now(self.numbered(self.outbox.take_response()))

@@ -28,13 +28,15 @@ _MESSAGES = {
 
 
 class Outbox:
-    """The collected deltas of one gateway's session. One task, the reader, waits for deltas, and
-    removes all of them. If they are still stored when the next step's tokens arrive, they are
-    merged into one list for each handle.
+    """The collected deltas of one gateway's session. Adding never waits. One task, the reader,
+    waits for deltas, and removes all of them. The tokens of the last step are stored as lists
+    parallel to the requests' handles. If they are still stored when the next step's tokens arrive,
+    they are merged into one list for each handle.
     """
 
     def __init__(self) -> None:
         self.has_deltas = False
+        """Whether the reader should call `take`."""
         self.num_quiet_calls = 0
         """Number of calls of `Sessions.announce_to_quiet` since a message was last removed."""
         self._step = 0
@@ -44,10 +46,12 @@ class Outbox:
         self._num_output: Sequence[int] = ()
         self._untaken: dict[int, list[int]] = {}
         self._num_output_of: dict[int, int] = {}
+        """Maps a handle to its total number of output tokens, including `_untaken`."""
         self._response = scheduler_pb2.SessionResponse()
         self._deltas = self._response.deltas
         self._is_empty = True
         self._has_more_than_tokens = False
+        """Whether the deltas include ends, log-probabilities or vectors."""
         self._state: scheduler_pb2.ReplicaState | None = None
         self._queue: scheduler_pb2.QueueState | None = None
         self._load: scheduler_pb2.ReplicaLoad | None = None
@@ -66,7 +70,7 @@ class Outbox:
         num_output: Sequence[int],
     ) -> None:
         """Adds the new tokens of a step, in lists parallel to `handles`. `num_output` counts all
-        output tokens, including the new ones.
+        output tokens, including the new ones. Skips requests without new tokens.
         """
         new = [tokens for tokens in token_ids if tokens]
         if len(new) < len(handles):
@@ -98,6 +102,7 @@ class Outbox:
         self._is_empty, self._has_more_than_tokens = False, True
 
     def pooled(self, handle: int, values: bytes) -> None:
+        """Adds the vector of a prompt, before the request's end."""
         self._deltas.pooled.add(handle=handle, values=values)
         self._is_empty, self._has_more_than_tokens = False, True
 
@@ -107,6 +112,7 @@ class Outbox:
         self._is_empty, self._has_more_than_tokens = False, True
 
     def turn_ended(self, handle: int, turn: Request) -> None:
+        """Adds the end of a turn of a client's session (a request with several turns)."""
         self._deltas.turns.append(_finished(handle, turn))
         self._is_empty, self._has_more_than_tokens = False, True
 
@@ -124,13 +130,18 @@ class Outbox:
         self._woken.set()
 
     def note_queue(self, queue: scheduler_pb2.QueueState) -> None:
+        """Stores the queue state (length, expected waits), to be sent like the load."""
         self._queue = queue
 
     def note_load(self, load: scheduler_pb2.ReplicaLoad) -> None:
+        """Stores the replica's load, to be sent with the next deltas, or after `report`."""
         self._load = load
 
     def report(self, *, may_wait: bool) -> None:
-        """Makes the reader send the stored queue state and load even without deltas."""
+        """Makes the reader send the stored queue state and load even without deltas. With
+        `may_wait`, only the second call in a row does, because deltas usually follow soon and
+        include both.
+        """
         if self._queue is None and self._load is None:
             return
         if may_wait and not self._have_reports_waited:
@@ -140,11 +151,13 @@ class Outbox:
             self._woken.set()
 
     def flush(self) -> None:
+        """Wakes the reader if deltas were collected."""
         if not self._is_empty:
             self.has_deltas = True
             self._woken.set()
 
     def wake(self) -> None:
+        """Wakes the reader, even if there is nothing to take."""
         self._woken.set()
 
     async def wait(self) -> None:
@@ -154,7 +167,8 @@ class Outbox:
 
     def take_announced(self) -> scheduler_pb2.SessionResponse | None:
         """Removes and returns a message to send without deltas: the replica's state, or else the
-        queue state or the load, if `report` made them due and there are no deltas.
+        queue state or the load, if `report` made them due and there are no deltas. None if there is
+        none.
         """
         response = None
         if self._state is not None:
@@ -178,8 +192,8 @@ class Outbox:
 
     @property
     def may_be_taken_at_once(self) -> bool:
-        """Whether the deltas are only tokens and admissions, and the reader has nothing else to
-        do.
+        """Whether the deltas are only tokens and admissions, and the reader has nothing else to do.
+        Otherwise only the reader may take the deltas, because it may have to end the session.
         """
         return not (
             self._is_empty
@@ -194,6 +208,7 @@ class Outbox:
         return self.take_response().deltas
 
     def take_response(self) -> scheduler_pb2.SessionResponse:
+        """Like `take`, but returns the message that contains the deltas."""
         response, deltas = self._response, self._deltas
         self._response = scheduler_pb2.SessionResponse()
         self._deltas = self._response.deltas
@@ -222,6 +237,7 @@ class Outbox:
         return response
 
     def _merge_by_handle(self) -> None:
+        """Merges the tokens of the last step into `_untaken`, the tokens of earlier steps."""
         for handle, tokens in zip(self._handles, self._token_ids, strict=True):
             self._untaken.setdefault(handle, []).extend(tokens)
         self._num_output_of.update(zip(self._handles, self._num_output, strict=True))

@@ -22,6 +22,8 @@ _MISSING = (WaitReason.BUDGET, WaitReason.NO_BLOCKS)
 
 
 class QueueWatch:
+    """Samples the queue periodically, independently of the engine's steps."""
+
     def __init__(
         self,
         engine: EngineCore,
@@ -43,12 +45,15 @@ class QueueWatch:
         self._arrived = asyncio.Event()
 
     def state_at_arrival(self) -> QueueState:
-        """Must be called when a request arrives."""
+        """The present queue state. Must be called when a request arrives."""
         self._arrived.set()
         return self._state()
 
     @property
     def _num_waiting(self) -> int:
+        """Number of waiting requests, without clients' sessions (requests with several turns) that
+        wait for input.
+        """
         return self._engine.num_waiting - self._client_sessions.num_between_turns
 
     def _state(self) -> QueueState:
@@ -98,6 +103,7 @@ class QueueWatch:
             self._look()
 
     def _look(self) -> None:
+        """Takes a sample, ends requests that have waited too long, and reports to the gateways."""
         now = time.monotonic()
         if self._engine.state is EngineState.RUNNING:
             self._sample(now)

@@ -19,6 +19,7 @@ class ReplicaReadiness:
         self._sessions = sessions
         self._set_ready = set_ready
         self.cannot_run_steps = asyncio.Event()
+        """Set while the pool or a worker is unreachable."""
         self._reason = ""
         self._is_draining = False
         self._is_drained = False
@@ -36,10 +37,12 @@ class ReplicaReadiness:
         self._changed.set()
 
     def drain(self) -> None:
+        """Announces that new requests are refused because this process is stopping."""
         self._is_draining = True
         self._changed.set()
 
     def set_drained(self, drained: bool) -> None:
+        """Announces whether new requests are refused because an operator drained the replica."""
         self._is_drained = drained
         self._changed.set()
 

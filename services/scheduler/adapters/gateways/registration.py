@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from services.common.redis.fleet_registry import FleetRegistry, RegisteredReplica
 
 LEAVE_SECONDS = 0.3
-"""Limit on the wait for Redis at the drain."""
+"""Limit on the wait for Redis at the drain. Without a reply, the registration expires by itself."""
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Registration(Collector):
 
     async def run(self, address: str, model_name: str, node: str) -> None:
         """Writes the record and renews its lease until cancelled. `address` is the address on which
-        the scheduler listens.
+        the scheduler listens. `node` is the pool's name in the directory of cached blocks.
         """
         if self._redis is None:
             return
@@ -70,9 +70,9 @@ class Registration(Collector):
             await asyncio.sleep(RENEW_SECONDS)
 
     async def leave(self) -> None:
-        """`run` must have been cancelled."""
+        """Removes the record, if Redis replies in time. `run` must have been cancelled."""
         if self._registry is not None and self._replica is not None:
-            with suppress(Unavailable):
+            with suppress(Unavailable):  # the record expires by itself
                 await self._registry.remove(self._replica, LEAVE_SECONDS)
                 logger.info(
                     "removed from the registry in Redis: gateways no longer find this scheduler"
@@ -84,6 +84,7 @@ class Registration(Collector):
             await self._redis.close()
 
     def collect(self) -> Iterator[Metric]:
+        """The metrics of the registration, if the settings enable it."""
         if self._redis is None:
             return
         yield single(replica.REGISTRATION_UP, self._is_registered)
@@ -108,6 +109,7 @@ class Registration(Collector):
 
 
 def _require_usable_address(settings: SchedulerSettings) -> None:
+    """Raises SettingError if gateways cannot reach the address, or if there is no Redis for it."""
     if settings.redis_url is None:
         if settings.advertise_address is not None:
             raise SettingError(
@@ -123,6 +125,7 @@ def _require_usable_address(settings: SchedulerSettings) -> None:
 
 
 def _connection(url: str) -> "RedisConnection":
+    """A connection to the Redis at `url`. Raises SettingError if its package is missing."""
     try:
         from services.common.redis.connection import RedisConnection  # noqa: PLC0415 - an extra
     except ModuleNotFoundError as error:

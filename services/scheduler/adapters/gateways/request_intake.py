@@ -29,16 +29,20 @@ from services.scheduler.core.policies import find_policy
 from services.scheduler.core.request import Request
 
 _NO_SAMPLING = SamplingParams()
+"""The sampling parameters of requests whose result is a vector."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestIntake:
+    """Checks requests against the limits of the replica, and converts them to `Request`."""
+
     config: SchedulerConfig
     vocab_size: int
     hidden_size: int
     max_model_len: int
     queue_at_arrival: Callable[[], QueueState]
     next_key: Callable[[], int]
+    """Returns a key that no earlier request had."""
     pooler: Pooler | None = None
     """How the model computes a vector from a prompt. None if the model generates tokens."""
 
@@ -117,6 +121,7 @@ class RequestIntake:
         return sampling.prompt_logprobs is None
 
     def _check_adapter(self, message: scheduler_pb2.AddRequest) -> None:
+        """Raises InvalidArgument if the replica serves no adapters, or if the digest is invalid."""
         if not message.HasField("adapter"):
             return
         digest = message.adapter.digest
@@ -130,8 +135,8 @@ class RequestIntake:
             )
 
     def _pooling(self, message: scheduler_pb2.AddRequest, num_tokens: int) -> PoolingParams | None:
-        """How a vector is computed from the prompt. Raises InvalidArgument if the request is for
-        the other kind of model.
+        """How a vector is computed from the prompt. None if the model generates tokens. Raises
+        InvalidArgument if the request is for the other kind of model.
         """
         if message.HasField("pooling") != (self.pooler is not None):
             raise InvalidArgument(
@@ -158,6 +163,7 @@ class RequestIntake:
         return params
 
     def _program(self, message: scheduler_pb2.AddRequest) -> DeclaredProgram | None:
+        """The agent's program that the client names. Raises InvalidArgument if it is invalid."""
         if not message.HasField("program"):
             return None
         program = program_from_proto(message.program)
@@ -178,8 +184,8 @@ class RequestIntake:
         return share
 
     def _latest_start(self, message: scheduler_pb2.AddRequest) -> float | None:
-        """Raises ResourceExhausted if the queue is full, or if the admission is expected after the
-        request's latest start.
+        """The latest time of the request's admission, or None. Raises ResourceExhausted if the
+        queue is full, or if the admission is expected later than this time.
         """
         queue, has_output = self.queue_at_arrival(), bool(message.output_token_ids)
         timeout = message.timeout_millis / 1000 if message.timeout_millis else None

@@ -22,13 +22,17 @@ _HELD = (WaitReason.MAX_SEQS, WaitReason.NO_BLOCKS)
 
 
 class ResumableSessions:
+    """The clients' sessions of one replica."""
+
     def __init__(self, engine: EngineCore, sessions: Sessions, max_num_sessions: int) -> None:
         """If `max_num_sessions` sessions are open, a further session ends with its first turn."""
         self.num_given_up = 0
+        """Number of sessions that were ended because other requests needed their blocks or rows."""
         self._engine = engine
         self._sessions = sessions
         self._max_num_sessions = max_num_sessions
         self._waits_since: dict[tuple[Request, int], float] = {}
+        """Maps a session and its number of tokens to the time at which its wait was first seen."""
 
     @property
     def open(self) -> list[Request]:
@@ -61,19 +65,22 @@ class ResumableSessions:
         return request
 
     def end(self, session: GatewaySession, handle: int) -> None:
-        """The caller reports the refusal to the gateway."""
+        """Ends a session whose input was refused. The caller reports the refusal to the gateway."""
         request = session.requests.get(handle)
         if request is not None:
             self._sessions.disown(session, handle)
             self._engine.changes.abort([request])
 
     def end_all(self) -> None:
+        """Ends all sessions, each after its present turn."""
         for request in self.open:
             self._engine.changes.add_chunk(request, None)
 
     def end_for_waiting(self, reason: WaitReason | None, now: float) -> None:
         """Ends one session if other requests wait (with the reason `reason`) for blocks or rows.
         Ends the session that has waited longest for input, if it has waited at least KEPT_SECONDS.
+        If no session waits for input and no request runs, sessions wait for each other's blocks,
+        and the session that was opened last is ended.
         """
         scheduler, since = self._engine.scheduler, self._waits_since
         between_turns = scheduler.queues.between_turns

@@ -24,6 +24,7 @@ from services.scheduler.adapters.telemetry.step_tracer import StepTracer
 from services.scheduler.core.engine.engine_core import EngineCore
 
 MAX_RUNNING_REQUESTS = 64
+"""Limit on the number of running requests whose spans a call may request."""
 
 logger = logging.getLogger(__name__)
 
@@ -157,6 +158,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
                 self.engine.changes.abort(requests, reason)
 
     def _end_turn(self, session: GatewaySession, message: scheduler_pb2.EndTurn) -> None:
+        """Records which tool an agent runs after a request that has ended or is about to end."""
         if len(message.tool.encode()) > MAX_TOOL_BYTES:
             raise InvalidArgument(f"tool must have at most {MAX_TOOL_BYTES} bytes", field="tool")
         of = session.requests.get(message.handle) or session.contexts.pop(message.handle, None)
@@ -177,8 +179,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     async def _responses(
         self, session: GatewaySession, reader: asyncio.Task[None]
     ) -> AsyncIterator[scheduler_pb2.SessionResponse]:
-        """Ends with the gateway's stream, or when this process drains and the gateway's last
-        request has ended.
+        """Yields the messages to the gateway. Ends with the gateway's stream, or when this process
+        drains and the gateway's last request has ended.
         """
         outbox = session.outbox
         reader.add_done_callback(lambda _: outbox.wake())

@@ -27,21 +27,25 @@ class _Owner:
     session: GatewaySession
     handle: int
     num_uncomputed_tokens: int = 0
+    """Number of the request's prompt tokens that are not computed yet."""
     is_admitted: bool = False
+    """Whether the gateway knows that the request, or a client's session's turn, was admitted."""
     num_prompt_rows: int = 0
     """Number of rows of prompt log-probabilities that were sent. No row is sent twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Share:
+    """One session's requests in a step: their indexes in the plan, and their handles."""
+
     session: GatewaySession
     indexes: list[int] = field(default_factory=list)
     handles: list[int] = field(default_factory=list)
 
 
 class Sessions:
-    """All sessions of a scheduler (implements `Delivery`). Looks up the sessions of a step's
-    requests only if the previous step had other requests.
+    """All sessions of a scheduler (implements `Delivery`). Distributes the outputs of steps among
+    them. Looks up the sessions of a step's requests only if the previous step had other requests.
     """
 
     def __init__(self) -> None:
@@ -52,16 +56,21 @@ class Sessions:
         self.num_corrupted = 0
         """Number of finished requests whose logits contained NaN."""
         self.state = scheduler_pb2.ReplicaState(ready=True)
+        """The replica's state (such as whether steps can run) that was last sent to gateways."""
         self._sessions: dict[GatewaySession, None] = {}
         self._gateways: dict[GatewaySession, None] = {}
+        """The sessions of gateways, without sessions of other gRPC services."""
         self._owners: dict[Request, _Owner] = {}
         self._num_uncomputed = 0
+        """Number of prompt tokens of all requests that are not computed yet."""
         self._num_sent = 0, 0
+        """The numbers of requests and of uncomputed prompt tokens that were last sent."""
         self._speeds = 0.0, 0.0
         self._sorted: Sequence[Request] = ()
         self._shares: list[_Share] = []
 
     def __len__(self) -> int:
+        """The number of connected gateways."""
         return len(self._gateways)
 
     def open(self, gateway_id: str) -> GatewaySession:
@@ -71,6 +80,7 @@ class Sessions:
         return session
 
     def open_call(self, name: str) -> GatewaySession:
+        """Opens a session for the requests of a gRPC call, to which no replica states are sent."""
         session = GatewaySession(name)
         self._sessions[session] = None
         return session
@@ -87,6 +97,7 @@ class Sessions:
         return unowned
 
     def announce(self, state: scheduler_pb2.ReplicaState) -> None:
+        """Sends the replica's state (such as whether steps can run) to every gateway."""
         self.state = state
         for session in self._gateways:
             session.outbox.announce(state)
@@ -104,6 +115,9 @@ class Sessions:
         """Sends the queue state and the load to every gateway, if they have changed. They are sent
         with the gateway's next deltas (new tokens and ends of requests). If there are no deltas
         until the next call of `report`, they are sent in separate messages.
+
+        Each call counts all uncomputed prompt tokens. Between two calls, each step's tokens are
+        subtracted, but tokens that must be computed again are not added.
         """
         for session in self._gateways:
             if session.queue_announced != queue:
@@ -137,6 +151,7 @@ class Sessions:
             self._send_load()
 
     def _count_computed(self, plan: SchedulerOutput) -> None:
+        """Subtracts a step's tokens, and prefix hits, from the uncomputed prompt tokens."""
         begun = {*plan.new}
         counts = zip(
             plan.requests, plan.num_scheduled_tokens, plan.num_computed_tokens, strict=True
@@ -149,6 +164,7 @@ class Sessions:
                 owner.num_uncomputed_tokens = left
 
     def wake(self) -> None:
+        """Makes the session of every gateway check whether the session should end."""
         for session in self._gateways:
             session.outbox.wake()
 
@@ -196,7 +212,7 @@ class Sessions:
         if plan.num_tokens > len(plan.requests) or plan.new:
             self._count_computed(plan)
         self._deliver_ends(update.ended)
-        if plan.requests or update.ended:
+        if plan.requests or update.ended:  # other steps have no deltas
             self._send_load_if_changed()
         for session in self._sessions:
             session.flush()
@@ -220,6 +236,7 @@ class Sessions:
             if isinstance(item, worker_pb2.RequestLogprobs):
                 num_known = 0
                 if item.HasField("prompt"):
+                    # Row i of a chunk belongs to the token after position `start + i`.
                     start = plan.num_computed_tokens[index]
                     num_known = max(owner.num_prompt_rows - start, 0)
                     end = start + len(item.prompt.ranks)
@@ -292,8 +309,8 @@ class Sessions:
 
 
 def _num_output_tokens(update: EngineCoreOutputs) -> list[int]:
-    """If a turn of a client's session ended with the step, only the output tokens of this turn
-    count.
+    """Number of output tokens of each request of a step, including the new tokens. If a turn of a
+    client's session ended with the step, only the tokens of this turn count.
     """
     requests, turns = update.plan.requests, update.turns
     if turns:

@@ -22,6 +22,8 @@ HASH_INLINE_TOKENS = 2048
 
 @dataclass(eq=False)
 class RequestSubmitter:
+    """Checks requests, hashes their prompts, and adds them to the engine."""
+
     engine: EngineCore
     intake: RequestIntake
     sessions: Sessions
@@ -30,13 +32,16 @@ class RequestSubmitter:
     is_draining: bool = field(init=False, default=False)
     """Whether this process is stopping. A gateway's session then ends with its last request."""
     is_drained: bool = field(init=False, default=False)
+    """Whether an operator has drained the replica, so that it refuses new requests."""
 
     def drain(self) -> None:
+        """Refuses new requests and further turns from now on."""
         self.is_draining = True
         self.client_sessions.end_all()
         self.sessions.wake()
 
     def refuse_new(self) -> None:
+        """Refuses new requests and further turns until `is_drained` is set to False."""
         self.is_drained = True
         self.client_sessions.end_all()
 

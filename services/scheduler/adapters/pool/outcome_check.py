@@ -35,19 +35,23 @@ def requests_of(operations: Iterable[ops.Operation]) -> list[RequestKey]:
 
 @dataclass(frozen=True, slots=True)
 class _HitChange:
+    """An admission that the pool refused because its prefix hit differs from the planned hit."""
+
     planned: ops.Admission
     num_hit_tokens: int
     shared_prefix_boundary: int
 
 
 class OutcomeCheck:
+    """Checks the results of transactions, from one opening of the pool to the next."""
+
     def __init__(self, num_blocks: int, groups: Sequence[KVCacheGroup]) -> None:
         self._last_block = num_blocks - 1
         self._groups = groups
         self._only_full = all(one.attention_type is AttentionType.FULL for one in groups)
         self._has_states = any(one.attention_type is AttentionType.STATE_SPACE for one in groups)
         self._change: _HitChange | None = None
-        """The changed prefix hit of the last Admit operation."""
+        """The changed prefix hit of the last Admit operation. None after a Lookup operation."""
 
     def check(
         self,
@@ -118,7 +122,8 @@ class OutcomeCheck:
 
     def _check_progress(self, admissions: Sequence[ops.Admission], stop: ops.Stop | None) -> None:
         """Raises WrongAnswer if the pool refuses an admission twice for one changed prefix hit,
-        because the scheduler would repeat the admission forever.
+        because the scheduler would repeat the admission forever. The pool then lacks blocks that
+        the scheduler expects, for example because it received other hashes.
         """
         before, self._change = self._change, None
         if stop is not None and stop.reason is ops.StopReason.HIT_CHANGED:
@@ -195,7 +200,9 @@ class OutcomeCheck:
 
 
 def _stopped(stop: ops.Stop, count: int, *reasons: ops.StopReason) -> int:
-    """The number of items of an operation that were completed before it stopped."""
+    """The number of items of an operation that were completed before it stopped. Raises WrongAnswer
+    if the stop is impossible.
+    """
     if stop.item_index >= count or stop.reason not in reasons:
         raise WrongAnswer(f"stop: {stop.reason.value} at item {stop.item_index} of {count}")
     return stop.item_index
@@ -203,7 +210,7 @@ def _stopped(stop: ops.Stop, count: int, *reasons: ops.StopReason) -> int:
 
 def _check_change(stop: ops.Stop, admission: ops.Admission) -> None:
     """Raises WrongAnswer if a stop reports a changed hit that equals the planned hit, or a limit
-    that the admission does not have.
+    that the admission does not have. The scheduler would otherwise repeat the admission forever.
     """
     if stop.reason is ops.StopReason.RETAINED and admission.num_retained_blocks is None:
         raise WrongAnswer(

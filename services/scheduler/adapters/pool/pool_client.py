@@ -55,10 +55,11 @@ class PoolClient:
         recorder: KVEventRecorder | None = None,
         address: str = "",
     ) -> None:
-        """`recorder` is called with the changes of the pool's prefix index. `address` serves to
-        find the pool's process on this machine.
+        """`recorder` is called with the changes of the pool's prefix index. Without a recorder, the
+        pool does not report them. `address` serves to find the pool's process on this machine.
         """
         self.on_lost: Callable[[ports.PoolLost], None] = lambda _: None
+        """Called when the pool is lost outside a transaction."""
         self._stub = kvpool_pb2_grpc.KVPoolStub(channel)
         self._pool_id = pool_id
         self._owner = owner
@@ -76,6 +77,7 @@ class PoolClient:
         self._is_late = False
         self._alarm = Alarm(self._give_up, watch_addresses(lambda: (address,)))
         self._waiting: asyncio.Task[object] | None = None
+        """The task that waits for the stream's next message, or None."""
 
     async def open(
         self,
@@ -165,7 +167,7 @@ class PoolClient:
     def _checked(
         self, operations: Sequence[Operation], response: kvpool_pb2.TransactResponse
     ) -> Outcome:
-        """Raises PoolLost if the response is wrong."""
+        """The outcome of the last transaction. Raises PoolLost if the response is wrong."""
         answered = response.generation, response.sequence
         try:
             if answered != (self._generation, self._sequence):
@@ -180,6 +182,7 @@ class PoolClient:
         return outcome
 
     def _wrong(self, operations: Sequence[Operation], problem: str) -> ports.PoolLost:
+        """Ends the stream, and returns the error for a wrong response to the last transaction."""
         self._end_call()
         return ports.PoolLost(
             f"the kvpool was lost: its answer to transaction {self._sequence} is wrong: {problem}",
@@ -199,6 +202,7 @@ class PoolClient:
             call.cancel()
 
     def _call_ended(self, call: object) -> None:
+        """Checks whether the pool still runs, because its stream has ended between transactions."""
         if call is self._call and not self._turns.locked():
             self._call = None
             self._probe = asyncio.create_task(self._probe_pool(), name="probe the pool")
@@ -213,7 +217,7 @@ class PoolClient:
                 is_there = await self._probe_pool()
 
     async def _probe_pool(self) -> bool:
-        """Calls `on_lost` if the pool does not reply."""
+        """Whether the pool replies. If not, calls `on_lost`."""
         try:
             await self.transact(())
         except ports.PoolLost as lost:
@@ -261,7 +265,7 @@ class PoolClient:
                 await self._pause_before_retry(error)
 
     async def _pause_before_retry(self, error: StepwellError) -> None:
-        """Raises PoolLost if the time limit passes before the retry."""
+        """Waits before a retry. Raises PoolLost if the time limit passes before the retry."""
         if not self._is_late:
             await asyncio.sleep(RETRY_SECONDS)
         if self._is_late:
@@ -278,9 +282,9 @@ class PoolClient:
         try:
             await call.write(request)
             response = await call.read()
-        except asyncio.InvalidStateError:
+        except asyncio.InvalidStateError:  # the stream ended before the write
             response = grpc.aio.EOF
-        except asyncio.CancelledError:
+        except asyncio.CancelledError:  # cancelled by `_give_up` or by the caller
             if not self._is_late or task is None or task.uncancel():
                 raise
             response = grpc.aio.EOF
@@ -292,7 +296,7 @@ class PoolClient:
 
 
 async def _why_ended(call: _TransactCall) -> grpc.aio.AioRpcError:
-    """A draining pool ends it with OK, which becomes UNAVAILABLE."""
+    """The error of an ended stream. A draining pool ends it with OK, which becomes UNAVAILABLE."""
     code = await call.code()
     return grpc.aio.AioRpcError(
         grpc.StatusCode.UNAVAILABLE if code is grpc.StatusCode.OK else code,

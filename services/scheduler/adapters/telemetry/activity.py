@@ -38,6 +38,8 @@ _STATES: dict[RequestStatus, "scheduler_pb2.RequestState.ValueType"] = {
 
 
 class WatchedSteps:
+    """Records the latest steps, while a client requests them."""
+
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.is_on = False
         self._monotonic = monotonic
@@ -54,7 +56,7 @@ class WatchedSteps:
         return [done for done in self._done if done.step > step or not step]
 
     def begin(self) -> None:
-        """Called before a step is planned."""
+        """Called before a step is planned. Stops recording if no client requests steps any more."""
         if self._monotonic() <= self._watched_until:
             self._begun_nanos = time.time_ns()
         else:
@@ -67,17 +69,19 @@ class WatchedSteps:
             self._open[plan.step] = step_to_proto(plan, self._begun_nanos)
 
     def done(self, plan: SchedulerOutput) -> None:
+        """Records that the tokens of a step have arrived."""
         step = self._open.pop(plan.step, None)
         if step is not None:
             step.done_unix_nanos = time.time_ns()
             self._done.append(step)
 
     def lost(self) -> None:
+        """Removes the steps in flight, whose outputs are discarded."""
         self._open.clear()
 
 
 class Activity:
-    """Implements GetActivity."""
+    """Implements GetActivity. The response may include the pool's map of blocks."""
 
     def __init__(
         self,
@@ -109,6 +113,7 @@ class Activity:
         )
 
     async def _blocks(self, max_cells: int) -> common_pb2.BlockMap | None:
+        """The pool's map of blocks. None if the pool does not reply or does not exist."""
         request = kvpool_pb2.GetBlocksRequest(pool_id=self._pool_id, max_cells=max_cells)
         try:
             answer = await self._pool.GetBlocks(request, timeout=_BLOCKS_TIMEOUT_SECONDS)
@@ -118,7 +123,7 @@ class Activity:
 
 
 def step_to_proto(plan: SchedulerOutput, begun_unix_nanos: int) -> scheduler_pb2.StepActivity:
-    """A request with one token besides its drafts counts as decoding."""
+    """Converts a step's plan. A request with one token besides its drafts counts as decoding."""
     num_decode = sum(
         tokens
         for request, tokens in zip(plan.requests, plan.num_scheduled_tokens, strict=True)

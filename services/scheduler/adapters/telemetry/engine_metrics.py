@@ -130,8 +130,8 @@ class ResumableSessionsCollector(Collector):
 
 
 class SpeculationMetrics(Collector):
-    """Exports no metrics if workers propose none. Drafts after the end of a request count as
-    rejected even if the workers accepted them.
+    """Counts draft tokens. Exports no metrics if workers propose none. Drafts after the end of a
+    request count as rejected even if the workers accepted them.
     """
 
     def __init__(self, num_speculative_tokens: int) -> None:
@@ -140,6 +140,7 @@ class SpeculationMetrics(Collector):
         self._num_accepted_at = [0] * num_speculative_tokens
 
     def done(self, update: EngineCoreOutputs) -> None:
+        """Counts the drafts of a step whose tokens have arrived."""
         self._num_draft_tokens += sum(update.num_draft_tokens)
         for num_accepted in update.num_accepted:
             self._num_drafts += 1

@@ -10,7 +10,7 @@ from services.scheduler.core.request import Request
 from services.scheduler.core.timelines.phase_parts import ReasonStart
 
 MAX_WAITS = 256
-"""Limit on the number of stored waits of a request."""
+"""Limit on the number of stored waits of a request. Older waits are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ class OwnWaits:
 
     def __init__(self) -> None:
         self._last: dict[Request, WaitReason] = {}
+        """Maps requests that the last step skipped to the reasons."""
         self._begins: dict[Request, int] = {}
         self._waits: dict[Request, deque[OwnWait]] = {}
 
@@ -52,6 +53,7 @@ class OwnWaits:
         self._last = dict(passed_over)
 
     def interrupted(self, now: int) -> None:
+        """Ends all waits, because during a pause of the engine all requests wait for the pause."""
         self.planned({}, now)
 
     def forget(self, request: Request, now: int) -> Sequence[OwnWait]:
@@ -62,7 +64,7 @@ class OwnWaits:
         return self._waits.pop(request, ())
 
     def so_far(self, request: Request, now: int) -> Sequence[OwnWait]:
-        """The waits of a request up to now, in order."""
+        """The waits of a request up to now, in order. The last wait may not have ended."""
         waits = tuple(self._waits.get(request, ()))
         reason, begin = self._last.get(request), self._begins.get(request)
         if reason is None or begin is None:

@@ -25,12 +25,15 @@ class Tracked:
 
 @dataclass(frozen=True, slots=True)
 class PhaseEnds:
+    """Completes phases with sums over steps and with the wait reasons of the queue."""
+
     sums: StepSums
     reasons: WaitReasons
 
     def fill_in(self, tracked: Tracked, end: int, now: int, own: Sequence[OwnWait]) -> None:
         """Adds the details of the timeline's open phase, which ends at time `end`. If `end` is
-        before `now`, adds a pause of the engine after it.
+        before `now`, adds a pause of the engine after it. In the waits `own`, steps skipped this
+        request.
         """
         timeline = tracked.timeline
         match timeline.current.kind:
@@ -51,6 +54,7 @@ class PhaseEnds:
         phase.num_output_tokens = tracked.request.num_output_tokens - phase.num_output_tokens
 
     def _prefill(self, timeline: Timeline, end: int) -> None:
+        """Adds the chunk of the step in flight, if any, as an unfinished chunk."""
         last_step = self.sums.last_step
         timeline.current.last_step = last_step
         if end > timeline.covered_until:
@@ -60,6 +64,7 @@ class PhaseEnds:
 
 
 def _reason_starts(reasons: WaitReasons, waiting: WaitStart) -> Sequence[ReasonStart]:
+    """The reasons for which the whole queue waited, each with its start time."""
     changes = reasons.changes_since(waiting)
     starts = [
         ReasonStart(change.unix_nanos, change.reason.value, change.step, change.holder)

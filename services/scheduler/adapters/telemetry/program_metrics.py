@@ -29,7 +29,7 @@ class ProgramMetrics(ProgramObserver, Collector):
         self._program_seconds = Histogram(replica.PROGRAM_SECONDS)
         self._program_turns = Histogram(replica.PROGRAM_TURNS)
         self._pauses: dict[str, Histogram] = {}
-        """Maps a tool to its pauses."""
+        """Maps a tool to its pauses. All tools after the first `_MAX_TOOLS` share one entry."""
 
     def began(self, *, is_named: bool) -> None:
         self._begun["id" if is_named else "hash"] += 1

@@ -72,7 +72,7 @@ class RequestMetrics(Collector):
         self._unix_seconds = unix_seconds
         self._requests: dict[Request, _Times] = {}
         self._steady: Sequence[Request] = ()
-        """The last step's unfinished requests, if each had one new token."""
+        """The last step's unfinished requests, if each had one new token. Otherwise empty."""
         self._steady_at = 0.0
         self._histograms = {name: Histogram(name) for name in _HISTOGRAMS}
         self._observe = {name: histogram.observe for name, histogram in self._histograms.items()}
@@ -94,6 +94,7 @@ class RequestMetrics(Collector):
             )
 
     def admitted(self, requests: Sequence[Request]) -> None:
+        """Records that requests were admitted for the first time."""
         for request in requests:
             times = self._requests.get(request)
             if times is not None and times.scheduled is None:
@@ -136,6 +137,7 @@ class RequestMetrics(Collector):
         self._steady, self._steady_at = requests, now
 
     def _end(self, update: EngineCoreOutputs) -> None:
+        """Records requests, and turns of sessions (requests with several turns), that ended."""
         over = {*update.ended, *update.turns}
         self._note_last_tokens(over.intersection(self._steady))
         self._steady = [request for request in self._steady if request not in over]
@@ -146,6 +148,7 @@ class RequestMetrics(Collector):
                 self._ended(end.turn, of_turn)
 
     def ended(self, requests: Iterable[Request]) -> None:
+        """Records the ends of requests between steps."""
         if self._steady:
             self._leave_steady()
         for request in requests:
@@ -175,6 +178,7 @@ class RequestMetrics(Collector):
         self._steady = ()
 
     def _note_last_tokens(self, requests: Iterable[Request]) -> None:
+        """Stores the time of the requests' last token, because the next step may have no token."""
         for request in requests:
             if (times := self._requests.get(request)) is not None:
                 times.last_token = self._steady_at
@@ -189,7 +193,7 @@ class RequestMetrics(Collector):
             self._latency.observe((now - times.last_token) / num_tokens, num_tokens)
         else:
             times.first_token = now
-            if not times.num_output_before:
+            if not times.num_output_before:  # otherwise another replica has counted them
                 first_token = self._histograms[vllm.TIME_TO_FIRST_TOKEN]
                 first_token.observe_traced(now - times.arrived, _trace_id(request))
                 self._num_prompt_tokens += request.num_prompt_tokens
@@ -229,6 +233,7 @@ class RequestMetrics(Collector):
 
 
 def _trace_id(request: Request) -> str:
+    """The id of the request's trace. Empty if it is not sampled."""
     return request.traceparent[3:35]
 
 

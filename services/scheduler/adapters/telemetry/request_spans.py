@@ -1,7 +1,7 @@
 """Converts timelines of requests to spans. Each request, each phase of its timeline, and each part
 of a phase (a wait or a prefill chunk) has a span. Child spans cover their parent without a gap, so
 that durations add up. Spans are created when a request has ended, because only then their contents
-are known.
+are known. On demand, spans of a running request are created up to the present time.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -44,6 +44,7 @@ _DEFECTS = (
 
 
 def request_attributes(request: Request) -> Attributes:
+    """The attributes of a request's span, without the parts of the request's time."""
     attributes: Attributes = {
         names.ATTR_REQUEST_ID: request.request_id,
         names.ATTR_NUM_PROMPT_TOKENS: request.num_prompt_tokens,
@@ -87,6 +88,8 @@ def is_defect(request: Request) -> bool:
 
 
 class RequestSpans:
+    """Records the spans of ended requests, and of running requests up to the present time."""
+
     def __init__(self, tracing: Tracing, step_link: StepLinks) -> None:
         self._tracing = tracing
         self._step_link = step_link
@@ -209,6 +212,7 @@ class RequestSpans:
         )
 
     def _links(self, steps: range) -> tuple[list[Link], int]:
+        """Links to at most MAX_STEP_LINKS steps, and the number of steps that were left out."""
         chosen: Iterable[int] = steps
         num_left_out = max(0, len(steps) - MAX_STEP_LINKS)
         if num_left_out:
@@ -257,7 +261,7 @@ def _phase_attributes(phase: Phase) -> Attributes:
 
 
 def _decode_attributes(phase: Phase) -> Attributes:
-    """The four times in seconds add up to the duration of the decode phase."""
+    """The attributes of a decode phase. The four times in seconds add up to its duration."""
     own = phase.totals.minus(phase.behind)
     others_prefill, behind = own.prompt_nanos, phase.behind.nanos
     compute = own.compute_nanos - others_prefill

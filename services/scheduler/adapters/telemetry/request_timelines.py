@@ -37,11 +37,11 @@ _LOSSES = (PreemptionCause.POOL_LOST, PreemptionCause.WORKERS_LOST)
 
 @dataclass(slots=True)
 class StepRecord:
-    """A step that is not counted yet. Times are Unix nanoseconds."""
+    """Data about a step, until it is counted. Times are Unix nanoseconds."""
 
     begun: int
     span: StepSpan | None = None
-    """The open span of the step."""
+    """The open span of the step. None if the step is not traced."""
     number: int = 0
     num_requests: int = 0
     num_tokens: int = 0
@@ -85,7 +85,7 @@ class RequestTimelines:
             tracked.timeline.wait(since, request.hashed_unix_nanos)
         self._live[request] = tracked
         if request.resumable:
-            self._own_waits.forget(request, now)
+            self._own_waits.forget(request, now)  # removes the wait between two turns
         self._own_waits.arrived(request, now)
         return tracked
 
@@ -99,7 +99,9 @@ class RequestTimelines:
         )
 
     def planned(self, plan: SchedulerOutput, step: StepRecord, now: int) -> None:
-        """Must be called before the step's wait reason is recorded."""
+        """Records which requests a step's plan admits, preempts, leaves out or skips, and which
+        have a prompt chunk in it. Must be called before the step's wait reason is recorded.
+        """
         for request in (*plan.new, *plan.resumed):
             self._admit(request, plan.step, now)
         for preemption in plan.preemptions:
@@ -113,7 +115,7 @@ class RequestTimelines:
     def done(
         self, plan: SchedulerOutput, step: StepRecord, update: EngineCoreOutputs, now: int
     ) -> list[Tracked]:
-        """Returns the requests that ended with the step."""
+        """Records the tokens of a step. Returns the requests that ended with the step."""
         last_done = self.sums.last_done_nanos
         nanos = step.nanos = max(0, now - max(last_done, step.begun))
         compute, prompt_nanos = min(update.execute_nanos, nanos), 0
@@ -155,7 +157,7 @@ class RequestTimelines:
             sums.add(step.number, step.done, nanos, compute_nanos, 0, step.num_requests)
 
     def end(self, request: Request, now: int) -> Tracked | None:
-        """Sets `request.times`."""
+        """Ends the timeline of a request. Sets `request.times`."""
         tracked = self._live.pop(request, None)
         if tracked is None:
             return None
@@ -166,7 +168,9 @@ class RequestTimelines:
         return tracked
 
     def finish_turn(self, session: Request, turn: Request, now: int) -> Tracked | None:
-        """Ends the timeline of a session's turn (a session is a request with several turns)."""
+        """Ends the timeline of a session's turn (a session is a request with several turns). `turn`
+        is a copy of the session at that time.
+        """
         tracked = self._live.get(session)
         if tracked is None:
             return None
@@ -189,14 +193,15 @@ class RequestTimelines:
         return copied.timeline
 
     def paused(self, now: int) -> None:
-        """No step is planned from now on."""
+        """Records that an operator has paused the engine. No step is planned from now on."""
         self._own_waits.interrupted(now)
         if self._paused_at is None:
             self._paused_at = now
 
     def resumed(self, now: int, *, stood_still: bool) -> None:
-        """`stood_still` is false if steps that were planned before the pause are still in flight.
-        The running requests then lost no time, so their timelines get no pause phase.
+        """Records that the pause has ended. `stood_still` is false if steps that were planned
+        before the pause are still in flight. The running requests then lost no time, so their
+        timelines get no pause phase.
         """
         running = self._running.values() if self._paused_at is not None and stood_still else ()
         for tracked in running:
@@ -209,6 +214,7 @@ class RequestTimelines:
     def preempted(
         self, requests: Iterable[Request], cause: PreemptionCause, now: int, message: str = ""
     ) -> None:
+        """Records that running requests were preempted for another cause than missing blocks."""
         kind = PhaseKind.RECOVERY if cause in _LOSSES else PhaseKind.PREEMPTED
         if kind is PhaseKind.RECOVERY:
             self._own_waits.interrupted(now)
@@ -265,6 +271,7 @@ class RequestTimelines:
         return [phase for phase in phases if phase.kind is PhaseKind.DECODE]
 
     def _got_tokens(self, tracked: Tracked, phase: Phase, now: int) -> None:
+        """Records the first tokens after a prefill. The request now decodes, unless preempted."""
         if tracked.timeline.first_token is None:
             tracked.timeline.first_token = now
         if tracked.timeline.current is phase:
@@ -281,6 +288,7 @@ class RequestTimelines:
             self._prefilling[tracked.request] = tracked
 
     def _leave_phase(self, tracked: Tracked, now: int) -> None:
+        """Completes the open phase. If the engine's pause delays the request, adds a pause."""
         own: Sequence[OwnWait] = ()
         end = self._end_of_phase(tracked, now)
         if tracked.timeline.current.kind is PhaseKind.PREFILL:
@@ -298,6 +306,7 @@ class RequestTimelines:
         tracked.waiting = None
 
     def _end_of_phase(self, tracked: Tracked, now: int) -> int:
+        """The end of the open phase: now, or the time from which a pause delays the request."""
         if self._paused_at is None or tracked.request not in self._running:
             return now
         return min(now, max(self._paused_at, self.sums.last_done_nanos))

@@ -24,12 +24,16 @@ MAX_KEPT = 2048
 
 @dataclass(frozen=True, slots=True)
 class KeptTrace:
+    """The data from which the spans of an ended request can still be created."""
+
     timeline: Timeline
     attributes: Attributes
     failed: bool
 
 
 class KeptTraces:
+    """Maps the ids of requests that ended recently, and were not sampled, to their timelines."""
+
     def __init__(self, most: int = MAX_KEPT) -> None:
         self._most = most
         self._traces: OrderedDict[str, KeptTrace] = OrderedDict()
@@ -38,17 +42,21 @@ class KeptTraces:
         return len(self._traces)
 
     def add(self, request_id: str, trace: KeptTrace) -> None:
+        """Stores a timeline, in place of the oldest one if too many are stored."""
         self._traces.pop(request_id, None)
         self._traces[request_id] = trace
         if len(self._traces) > self._most:
             self._traces.popitem(last=False)
 
     def take(self, request_id: str) -> KeptTrace | None:
+        """Removes and returns the timeline of a request, or None if it is not stored."""
         return self._traces.pop(request_id, None)
 
 
 @dataclass(frozen=True, slots=True)
 class _Sampled:
+    """A request whose spans are recorded when it ends."""
+
     context: SpanContext
     parent: SpanContext
     link: Link
@@ -71,6 +79,7 @@ class RequestTraces:
         )
 
     def arrived(self, request: Request) -> None:
+        """Decides at a request's arrival whether it is sampled."""
         if self._is_enabled and request.traceparent:
             self._sample(request, sampled_parent(request.traceparent, request.tracestate))
 
@@ -97,6 +106,7 @@ class RequestTraces:
             )
 
     def finish_turn(self, session: Request, turn: Request) -> None:
+        """Transfers the span of a sampled session (with several turns) to its ended turn."""
         if (sampled := self._sampled.pop(session, None)) is not None:
             self._sampled[turn] = sampled
 
@@ -137,6 +147,7 @@ class RequestTraces:
 
 
 def _turn_before(request: Request) -> list[Link]:
+    """A link to the previous turn (request) of the request's program, if that turn was traced."""
     turn = request.program_turn
     before = None if turn is None else sampled_parent(turn.traceparent_before, "")
     return [] if before is None else [Link(before)]

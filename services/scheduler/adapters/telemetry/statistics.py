@@ -42,6 +42,7 @@ class StepCounts:
         """Number of computed tokens that preemptions discarded."""
         self.wait_reasons = WaitReasons()
         self.wait_nanos: Counter[str] = Counter(dict.fromkeys(_REASONS, 0))
+        """Maps each wait reason to the total nanoseconds that requests waited for it."""
         self.step_nanos: deque[int] = deque(maxlen=RECENT_STEPS)
         self.step_seconds = Histogram(replica.STEP_SECONDS)
         self.step_costs = step_costs or StepCosts()
@@ -61,6 +62,8 @@ class StepCounts:
 
 @dataclass(eq=False)
 class Statistics:
+    """Numbers of an engine, its gateways' sessions and its steps."""
+
     engine: EngineCore
     sessions: Sessions
     counts: StepCounts

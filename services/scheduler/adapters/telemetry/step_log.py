@@ -33,13 +33,13 @@ logger = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 0.5
 MAX_WAITING_BYTES = 64 * 2**20
-"""Limit on the number of bytes that wait to be written."""
+"""Limit on the number of bytes that wait to be written. The log ends if more would wait."""
 
 
 class StepLog:
     """A log file that a WriterThread writes. Only one thread may call `write`, which never waits
     for the disk. If the disk fails, or if more than MAX_WAITING_BYTES wait, logs a warning and ends
-    the log.
+    the log. The entries up to then can be replayed.
     """
 
     def __init__(self, file: BinaryIO, max_waiting_bytes: int = MAX_WAITING_BYTES) -> None:
@@ -65,6 +65,7 @@ class StepLog:
         )
 
     def close(self) -> None:
+        """Writes the remaining lines, and a last line that marks the log as complete."""
         self.write({"call": "end"})
         self._writer.close()
         try:
@@ -90,6 +91,8 @@ class StepLog:
 
 
 class WriterThread:
+    """Calls a function in a thread: every FLUSH_SECONDS, and a last time in `close`."""
+
     def __init__(self, write: Callable[[], None]) -> None:
         self._write = write
         self._closing = threading.Event()
@@ -174,8 +177,8 @@ def create_log_file(path: Path) -> BinaryIO:
 
 
 class _CompressedFile:
-    """All complete frames are readable while the file grows, and after the writing process was
-    killed.
+    """A file to which each write appends a complete compressed frame with a checksum. All complete
+    frames are readable while the file grows, and after the writing process was killed.
     """
 
     def __init__(self, file: BinaryIO, compress: Callable[[bytes], bytes]) -> None:

@@ -25,6 +25,7 @@ class StepSpan:
         self._links: list[Link] = []
 
     def planned(self, plan: SchedulerOutput, links: list[Link]) -> None:
+        """Adds the plan's numbers, and links to the sampled requests in the step."""
         self._links = links[:MAX_LINKS]
         self._attributes = {
             names.ATTR_STEP: plan.step,
@@ -43,13 +44,14 @@ class StepSpan:
             self._attributes[names.ATTR_NUM_LINKS_LEFT_OUT] = len(links) - MAX_LINKS
 
     def verified(self, num_drafts: int, num_accepted: int) -> None:
+        """Adds how many drafts the step verified and accepted."""
         self._attributes |= {
             names.ATTR_NUM_DRAFT_TOKENS: num_drafts,
             names.ATTR_NUM_ACCEPTED_TOKENS: num_accepted,
         }
 
     def record(self, tracing: Tracing, end: int, *, lost: bool = False) -> None:
-        """`lost` is true if the step's tokens did not arrive."""
+        """Ends and records the span. `lost` is true if the step's tokens did not arrive."""
         if lost:
             self._attributes[names.ATTR_IS_CUT] = True
         tracing.record(
@@ -64,6 +66,8 @@ class StepSpan:
 
 
 class SampledSteps:
+    """Maps the numbers of recent sampled steps to trace links."""
+
     def __init__(self) -> None:
         self._links: OrderedDict[int, Link] = OrderedDict()
 
@@ -73,5 +77,5 @@ class SampledSteps:
             self._links.popitem(last=False)
 
     def link(self, step: int) -> Link | None:
-        """None if the step was not sampled or is no longer stored."""
+        """The link to a step. None if the step was not sampled or is no longer stored."""
         return self._links.get(step)

@@ -6,6 +6,8 @@ from services.scheduler.core.timelines.timeline import StepTotals
 
 
 class StepSums:
+    """Totals over all completed steps, and the largest batch since a given step."""
+
     def __init__(self) -> None:
         self._num_steps = 0
         self._nanos = 0
@@ -14,6 +16,7 @@ class StepSums:
         self._num_requests = 0
         self.last_step = -1
         self.last_done_nanos = 0
+        """Time at which the tokens of the last step arrived."""
         self._steps: list[int] = []
         """Numbers of the steps after which every step so far had a smaller batch. `_sizes` lists
         the batch sizes of these steps, which decrease.

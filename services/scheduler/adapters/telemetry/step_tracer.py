@@ -1,11 +1,14 @@
 """Counts and traces steps and requests, when the engine calls its observer.
 
+Every request has a timeline (`request_timelines`). When a sampled request ends, its timeline is
+converted to spans (`request_spans`).
+
 A step is a candidate for sampling if a sampled request runs or may be admitted in the step. Other
 steps become candidates at random, with the sample ratio of traces. The sample ratio of steps then
 decides which candidates are sampled.
 
 Most steps only decode. Decode-only steps are collected and counted together, before any other event
-is counted.
+is counted. So the counts may not include the last MAX_UNCOUNTED_STEPS steps.
 """
 
 import random
@@ -106,7 +109,7 @@ class StepTracer:
     def done(self, plan: SchedulerOutput, update: EngineCoreOutputs) -> None:
         step, now = self._steps.pop(plan.step, None), self._unix_nanos()
         if step is None:
-            return
+            return  # a step without requests, which only reported KV transfers
         if step.only_decodes and not (update.ended or update.turns):
             step.done, step.compute_nanos = now, update.execute_nanos
             uncounted = self._uncounted
@@ -129,6 +132,7 @@ class StepTracer:
             step.span.record(self._tracing, self._unix_nanos())
 
     def _finish_turns(self, turns: Mapping[Request, TurnEnd], now: int) -> None:
+        """Ends the timelines of turns of sessions (requests with several turns)."""
         for session, end in turns.items():
             self._traces.finish_turn(session, end.turn)
             tracked = self._timelines.finish_turn(session, end.turn, now)
@@ -223,6 +227,6 @@ class StepTracer:
         for preemption in plan.preemptions:
             counts.num_lost_tokens += preemption.num_lost_tokens
         for request in plan.new:
-            cached = request.num_cached_tokens or 0
+            cached = request.num_cached_tokens or 0  # may include earlier output tokens
             num_prompt = request.num_prompt_tokens
             counts.admitted(num_prompt, min(cached, num_prompt))

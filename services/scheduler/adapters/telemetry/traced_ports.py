@@ -28,7 +28,7 @@ class TracedPool:
     def transact(
         self, operations: Sequence[Operation], traceparent: str = ""
     ) -> Coroutine[Any, Any, Outcome]:
-        # Most steps are not traced.
+        # Most steps are not traced. For these, the pool's own coroutine is returned.
         parent = sampled_parent(traceparent) if traceparent else None
         if parent is None:
             return self._pool.transact(operations)

@@ -2,7 +2,9 @@
 the reason of the first waiting request that the step does not skip. (A skipped request has its own
 reason, which `OwnWaits` records.)
 
-Steps are counted by their reason. Times are Unix nanoseconds.
+Steps are counted by their reason. The counts at the end of a request's wait, less the counts at its
+start, are the numbers of steps for which the request waited for each reason. Changes of the reason
+are also stored. Times are Unix nanoseconds.
 """
 
 from collections import Counter, deque
@@ -14,7 +16,7 @@ from typing import NamedTuple
 from services.scheduler.core.output import OWN_REASONS, SchedulerOutput, WaitReason
 
 MAX_CHANGES = 256
-"""Limit on the number of stored changes of the reason."""
+"""Limit on the number of stored changes of the reason. Older changes are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,7 @@ class ReasonChange:
     unix_nanos: int
     reason: WaitReason
     holder: str = ""
-    """Id of the request that held most of the missing blocks or rows."""
+    """Id of the request that held most of the missing blocks or rows. Empty if none did."""
 
 
 class WaitStart(NamedTuple):
@@ -40,12 +42,15 @@ class WaitStart(NamedTuple):
 
 
 class WaitReasons:
+    """Records for each step why the queue waited."""
+
     def __init__(self) -> None:
         self.current: WaitReason | None = None
-        """PAUSED or RECOVERY while no steps are planned. None if no request waits."""
+        """The last step's wait reason or None. PAUSED or RECOVERY while no steps are planned."""
         self.num_steps: Counter[WaitReason] = Counter()
         """Maps each reason to its number of steps. PAUSED and RECOVERY have none."""
         self.passed_over: Counter[WaitReason] = Counter()
+        """Maps each reason to the number of requests that the last step skipped for it."""
         self._holder = ""
         self._is_paused = False
         self._is_recovering = False
@@ -54,7 +59,7 @@ class WaitReasons:
         self._changes: deque[tuple[int, ReasonChange]] = deque(maxlen=MAX_CHANGES)
 
     def planned(self, plan: SchedulerOutput, now: int) -> None:
-        """A pause may have begun while the step was planned."""
+        """Records a planned step's reason. A pause may have begun while the step was planned."""
         step, reason = plan.step, plan.wait_reason
         if reason is not self.current:
             self._change(step, reason, now, holder_of(plan))
@@ -65,28 +70,31 @@ class WaitReasons:
             self._change(self._next_step, WaitReason.PAUSED, now)
 
     def paused(self, now: int) -> None:
+        """Records that an operator has paused the engine, until `resumed` is called."""
         if not self._is_paused:
             self._is_paused = True
             if not self._is_recovering:
                 self._change(self._next_step, WaitReason.PAUSED, now)
 
     def resumed(self) -> None:
-        """The next step sets the next reason."""
+        """Records the end of the pause. The next step sets the next reason."""
         if self._is_paused:
             self._is_paused = False
             if not self._is_recovering:
                 self.current = None
 
     def lost(self, now: int) -> None:
+        """Records that the pool or the workers are lost, until `recovered` is called."""
         self._is_recovering = True
         self._change(self._next_step, WaitReason.RECOVERY, now)
 
     def recovered(self, now: int) -> None:
-        """The next step sets the next reason."""
+        """Records the end of a recovery. The next step sets the next reason."""
         self._is_recovering = False
         self._change(self._next_step, WaitReason.PAUSED if self._is_paused else None, now)
 
     def begin(self, now: int) -> WaitStart:
+        """The present state, to be stored for a request that begins to wait."""
         return WaitStart(
             self._next_step,
             now,
@@ -117,12 +125,14 @@ class WaitReasons:
         return changes
 
     def has_forgotten(self, waiting: WaitStart) -> bool:
+        """Whether the first reasons of a wait are no longer stored."""
         oldest = self._changes[0][0] if self._changes else self._num_changes
         return oldest > waiting.num_changes
 
     def _lasted(
         self, waiting: WaitStart, reason: WaitReason, changes: Sequence[ReasonChange]
     ) -> bool:
+        """Whether a request waited for `reason`, the queue's reason at the start of its wait."""
         if reason in (WaitReason.PAUSED, WaitReason.RECOVERY):
             return True
         if reason in OWN_REASONS:

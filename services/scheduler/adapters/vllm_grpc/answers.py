@@ -24,18 +24,21 @@ _VLLM_WORDS: dict[FinishReason | None, str] = {
 
 @dataclass(slots=True)
 class _Answer:
+    """The tokens of one answer, and the log-probabilities that were not sent yet."""
+
     index: int
     num_cached_tokens: int = 0
     token_ids: list[int] = field(default_factory=list)
     output_logprobs: vllm_engine_pb2.OutputLogProbs | None = None
-    """The log-probabilities that were not sent yet."""
+    """The log-probabilities that were not sent yet. Without streaming, they are sent at the end."""
     input_logprobs: vllm_engine_pb2.InputLogProbs | None = None
 
 
 class Answers:
     """The answers of one Generate call. If the call streams, each delta of an answer becomes a
     chunk with the new tokens and their log-probabilities. The first chunk of each answer also has
-    the log-probabilities of the prompt.
+    the log-probabilities of the prompt. Every answer ends with a message that contains all its
+    tokens and, if the call does not stream, all log-probabilities.
     """
 
     def __init__(self, generation: Generation) -> None:
@@ -109,6 +112,7 @@ class Answers:
             answer.input_logprobs.top_logprobs.extend(_top_logprobs(rows))
 
     def _first_prompt_row(self) -> vllm_engine_pb2.InputLogProbs:
+        """The log-probability row of the first prompt token, which has no log-probability."""
         tops = [vllm_engine_pb2.TopLogProbs()] if self._generation.num_prompt_logprobs else []
         return vllm_engine_pb2.InputLogProbs(
             token_ids=self._generation.prompt_token_ids[:1],
@@ -118,7 +122,7 @@ class Answers:
 
 
 def _top_logprobs(rows: common_pb2.Logprobs) -> Iterator[vllm_engine_pb2.TopLogProbs]:
-    """The most probable tokens of each row, best first."""
+    """The most probable tokens of each row, best first. Empty if none were requested."""
     if rows.width == 1:
         return
     for start in range(0, len(rows.token_ids), rows.width):
@@ -129,6 +133,7 @@ def _top_logprobs(rows: common_pb2.Logprobs) -> Iterator[vllm_engine_pb2.TopLogP
 
 
 def _finish_reason(finished: scheduler_pb2.Finished) -> str:
+    """vLLM's name of a finish reason. Raises StepwellError for a reason unknown to vLLM."""
     reason = finish_reason_from_proto(finished.reason)
     if reason in _VLLM_WORDS:
         return _VLLM_WORDS[reason]

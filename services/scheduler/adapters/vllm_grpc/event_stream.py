@@ -45,9 +45,9 @@ class EventStream:
     _event_ids: Iterator[int] = field(init=False, default_factory=lambda: count(1))
 
     async def batches(self, begin: int) -> AsyncGenerator[common_pb2.KvEventBatch]:
-        """`begin` is the number of the first batch to send, or 0 for a snapshot of the cached
-        blocks. Raises Trimmed if this batch is not stored, or if the subscriber reads so slowly
-        that a later batch is no longer stored.
+        """Yields batches without end. `begin` is the number of the first batch to send, or 0 for a
+        snapshot of the cached blocks. Raises Trimmed if this batch is not stored, or if the
+        subscriber reads so slowly that a later batch is no longer stored.
         """
         if begin:
             sequence = begin - 1
@@ -73,15 +73,15 @@ class EventStream:
                 )
 
     async def _batches_after(self, sequence: int) -> list[KVEventBatch]:
-        """Empty if none arrives within `_LOOK_SECONDS`."""
+        """The batches after number `sequence`. Empty if none arrives within `_LOOK_SECONDS`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_LOOK_SECONDS):
                 return await self.log.after(sequence)
         return []
 
     def _snapshot(self) -> Iterator[common_pb2.KvEventBatch]:
-        """Their sequence numbers are consecutive, none is negative, and the last is the newest
-        batch's number.
+        """Yields messages with all blocks that are cached now. Their sequence numbers are
+        consecutive, none is negative, and the last is the newest batch's number.
         """
         newest, stored = self.log.newest, self.log.snapshot()
         num_blocks = sum(len(event.block_hashes) for event in stored)
@@ -157,6 +157,8 @@ class EventStream:
 
 
 class _LoadRecords:
+    """The replica's load in the messages of one subscription."""
+
     def __init__(
         self, load: Callable[[], common_pb2.EngineLoad], clock: Callable[[], float]
     ) -> None:
@@ -170,7 +172,7 @@ class _LoadRecords:
         return self._numbered(self._load())
 
     def next_if_due(self) -> common_pb2.EngineLoad | None:
-        """None if an equal load was sent recently."""
+        """The load for a message without events. None if an equal load was sent recently."""
         load = self._load()
         if load == self._last and self._clock() < self._sent_at + _HEARTBEAT_SECONDS:
             return None
@@ -187,6 +189,7 @@ class _LoadRecords:
 
 
 def _cut(events: Iterable[BlockStored], most: int) -> Iterator[BlockStored]:
+    """Yields the events, split so that none has more than `most` blocks."""
     for event in events:
         hashes, parent = event.block_hashes, event.parent_block_hash
         size = len(event.token_ids) // len(hashes)
@@ -203,6 +206,7 @@ def _cut(events: Iterable[BlockStored], most: int) -> Iterator[BlockStored]:
 
 
 def _without_id(event: common_pb2.KvCacheEvent) -> common_pb2.KvCacheEvent:
+    """Removes the id of an event, because events of snapshots have none."""
     event.event_id = 0
     return event
 

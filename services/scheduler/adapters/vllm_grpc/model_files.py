@@ -43,6 +43,7 @@ class ModelFiles:
         self._generation_config = self._read("generation_config.json")
 
     def describe(self, response: vllm_engine_pb2.GetModelInfoResponse) -> None:
+        """Sets the fields of a response that follow from the files."""
         if self._directory is not None:
             response.model_path = response.tokenizer_path = str(self._directory.resolve())
         response.model_type = self._config.get("model_type") or ""
@@ -58,8 +59,8 @@ class ModelFiles:
             response.default_sampling_params_json = json.dumps(defaults)
 
     def tokenizer_chunks(self) -> Iterator[common_pb2.GetTokenizerChunk]:
-        """The last chunk has the archive's SHA-256. Raises FailedPrecondition if there is no
-        tokenizer file.
+        """Yields the tokenizer's files as a ZIP archive, in chunks. The last chunk has the
+        archive's SHA-256. Raises FailedPrecondition if there is no tokenizer file.
         """
         archive = self._archive()
         digest = hashlib.sha256(archive).hexdigest()

@@ -27,7 +27,7 @@ class GenerationRate:
         self._rate = 0.0
 
     def at(self, num_tokens: int) -> float:
-        """`num_tokens` is the total number of tokens generated so far."""
+        """The present rate. `num_tokens` is the total number of tokens generated so far."""
         elapsed = self._clock() - self._at
         if elapsed >= self.SECONDS:
             self._rate = (num_tokens - self._num_tokens) / elapsed
@@ -37,6 +37,8 @@ class GenerationRate:
 
 @dataclass(eq=False)
 class ReplicaInfo:
+    """Builds the messages that describe one replica."""
+
     shape: ReplicaShape
     config: SchedulerConfig
     engine: EngineCore
@@ -76,7 +78,7 @@ class ReplicaInfo:
         )
 
     def loads(self, rank: int) -> vllm_engine_pb2.GetLoadsResponse:
-        """Empty for ranks other than 0."""
+        """The load of data-parallel rank `rank`. Empty for ranks other than 0."""
         return vllm_engine_pb2.GetLoadsResponse(
             timestamp=datetime.now(UTC).isoformat(),
             dp_rank_count=1,

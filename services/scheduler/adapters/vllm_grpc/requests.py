@@ -22,6 +22,8 @@ _READ = frozenset({"request_id", "tokenized", "sampling_params", "stream", "data
 
 @dataclass(frozen=True, slots=True)
 class Generation:
+    """The prompt of one Generate call, and one request for each of its answers."""
+
     request_id: str
     prompt_token_ids: list[int]
     stream: bool
@@ -45,7 +47,7 @@ class GenerateConverter:
         traceparent: str = "",
         timeout_seconds: float | None = None,
     ) -> Generation:
-        """Raises InvalidArgument for an invalid or unsupported field."""
+        """Converts a call. Raises InvalidArgument for an invalid or unsupported field."""
         for field, _ in message.ListFields():
             if field.name not in _READ:
                 raise _refused(field.name, _why_not(field.name))
@@ -75,7 +77,9 @@ class GenerateConverter:
     def _prompt(
         self, message: vllm_engine_pb2.GenerateRequest, sampling: VllmSampling
     ) -> list[int]:
-        """With -1, the prompt is truncated only so far that one token can be generated."""
+        """The prompt's last `truncate_prompt_tokens` tokens, or all tokens if it is not set. With
+        -1, the prompt is truncated only so far that one token can be generated.
+        """
         prompt = list(message.tokenized.input_ids)
         if not prompt:
             raise _refused(INPUT_FIELD, "is empty")

@@ -24,9 +24,12 @@ _HONOURED: dict[str, Callable[[Any], dict[str, Any]]] = {
         "logit_bias_values": tuple(biases.values()),
     },
 }
-"""Maps each supported field to a function that converts its value to sampling parameters."""
+"""Maps each supported field to a function that converts its value to sampling parameters. The value
+0 of a field without presence (proto3) means the default, and is not converted.
+"""
 
 _ELSEWHERE = frozenset({"n", "ignore_eos", "truncate_prompt_tokens", "stop"})
+"""Fields that other functions read."""
 
 _TEXT_ONLY = frozenset(
     {"skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"}
@@ -42,6 +45,7 @@ class VllmSampling:
     """The client's sampling parameters, without defaults that depend on the prompt."""
 
     params: SamplingParams
+    """`seed` and `max_tokens` are None if the client did not set them."""
     n: int
     truncate_prompt_tokens: int | None
 
@@ -53,9 +57,9 @@ def vllm_sampling_from_proto(
     eos_token_ids: tuple[int, ...],
     client_stops: bool,
 ) -> VllmSampling:
-    """Raises InvalidArgument for a field that is out of range or not supported, such as grammars
-    and fields of later protocol versions. With `client_stops`, stop strings are accepted and
-    ignored, because the client applies them.
+    """Converts the parameters of a message. Raises InvalidArgument for a field that is out of range
+    or not supported, such as grammars and fields of later protocol versions. With `client_stops`,
+    stop strings are accepted and ignored, because the client applies them.
     """
     given: dict[str, Any] = {}
     for field, value in message.ListFields():

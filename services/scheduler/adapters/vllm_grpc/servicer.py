@@ -74,7 +74,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def Abort(
         self, request: vllm_engine_pb2.AbortRequest, context: Context
     ) -> vllm_engine_pb2.AbortResponse:
-        """Ignores the ids of calls that have ended."""
+        """Ends the requests of Generate calls. Ignores the ids of calls that have ended."""
         for request_id in request.request_ids:
             for session in self._calls.get(request_id, ()):
                 self.engine.changes.abort(list(session.requests.values()))
@@ -121,7 +121,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def GetLoads(
         self, request: vllm_engine_pb2.GetLoadsRequest, context: Context
     ) -> vllm_engine_pb2.GetLoadsResponse:
-        """Empty for data-parallel ranks other than 0."""
+        """The replica's load. Empty for data-parallel ranks other than 0."""
         return self.info.loads(request.dp_rank)
 
     async def GetTokenizer(

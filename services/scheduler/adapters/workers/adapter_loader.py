@@ -1,8 +1,9 @@
 """Decides which adapters the workers load and unload.
 
-A LoRA adapter is loaded when the first request that needs it arrives. After a restart of workers,
-adapters are loaded again. If no slot is free for an adapter, the least recently requested adapter
-is unloaded, among those that no running or admissible request uses.
+A LoRA adapter is loaded when the first request that needs it arrives. Until then the request waits,
+and other requests may overtake it. After a restart of workers, adapters are loaded again. If no
+slot is free for an adapter, the least recently requested adapter is unloaded, among those that no
+running or admissible request uses.
 """
 
 import asyncio
@@ -31,7 +32,7 @@ class AdapterWorkers(Protocol):
 
 
 class AdapterLoader:
-    """Keeps up to `max_cpu_loras` adapters loaded."""
+    """Keeps up to `max_cpu_loras` adapters loaded. `unfinished` returns the unfinished requests."""
 
     def __init__(
         self,
@@ -40,32 +41,34 @@ class AdapterLoader:
         unfinished: Callable[[], Iterable[Request]],
         failed: Callable[[Request, str], None],
     ) -> None:
+        """Calls `failed` with a request whose adapter new workers cannot load, and the error."""
         self._workers = workers
         self._max_cpu_loras = max_cpu_loras
         self._unfinished = unfinished
         self._failed = failed
         self._loaded: OrderedDict[bytes, Adapter] = OrderedDict()
-        """The least recently requested adapter is first."""
+        """Maps digests to loaded adapters. The least recently requested adapter is first."""
         self._loading: dict[bytes, Adapter] = {}
-        """`reload` loads it on new workers, too, because the workers that were replaced may have
-        loaded it already.
+        """Maps the digest of the adapter that is being loaded to the adapter. `reload` loads it on
+        new workers, too, because the workers that were replaced may have loaded it already.
         """
         self._claims: Counter[bytes] = Counter()
+        """Maps an adapter's digest to the number of requests that wait for the adapter."""
         self._turn = asyncio.Lock()
         self._locks: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
-        """Maps an adapter's digest to a lock, which the request that loads the adapter holds. If
-        they waited for `_turn`, they might wait for themselves, because the holder of `_turn` waits
-        until running requests free a slot.
+        """Maps an adapter's digest to a lock, which the request that loads the adapter holds. Other
+        requests for the adapter wait for this lock. If they waited for `_turn`, they might wait for
+        themselves, because the holder of `_turn` waits until running requests free a slot.
         """
 
     def is_loaded(self, digest: bytes) -> bool:
-        """Counts as a request for the adapter."""
+        """Whether an adapter is loaded. Counts as a request for the adapter."""
         if digest in self._loaded:
             self._loaded.move_to_end(digest)
         return digest in self._loaded
 
     async def load_for(self, request: Request, adapter: Adapter) -> str:
-        """Returns an error, or an empty string."""
+        """Waits until the request's adapter is loaded. Returns an error, or an empty string."""
         self._claims[adapter.digest] += 1
         try:
             while not request.is_finished:
@@ -86,7 +89,7 @@ class AdapterLoader:
             self._claims -= Counter([adapter.digest])
 
     async def load(self, adapter: Adapter) -> None:
-        """Raises StepwellError if that fails."""
+        """Loads an adapter before any request needs it. Raises StepwellError if that fails."""
         if not self._max_cpu_loras:
             raise InvalidArgument(
                 "the replica's workers serve no adapters: start them with --enable-lora",
@@ -100,7 +103,7 @@ class AdapterLoader:
         """
         for adapter in [*self._loaded.values(), *self._loading.values()]:
             kept = [*self._loaded, *self._loading]
-            if adapter.digest not in kept:
+            if adapter.digest not in kept:  # unloaded since the loop began
                 continue
             try:
                 await self._workers.load_adapter(adapter, kept)
@@ -133,7 +136,7 @@ class AdapterLoader:
                     del self._loading[adapter.digest]
 
     def _make_room(self) -> bool:
-        """Returns False if all adapters are in use."""
+        """Unloads an adapter if no slot is free. Returns False if all adapters are in use."""
         if len(self._loaded) < self._max_cpu_loras:
             return True
         used = {one.adapter_digest for one in self._unfinished() if not one.awaits_adapter}

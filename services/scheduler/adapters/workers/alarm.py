@@ -17,6 +17,9 @@ class Alarm:
 
     If the event loop runs the timer late, a reply may have arrived that the loop has not read yet.
     The alarm then waits for another second.
+
+    `set` starts no timer of the event loop if the timer for earlier work still runs. When that
+    timer ends, it is started again for the present work. Work that ends in time is not measured.
     """
 
     __slots__ = (
@@ -28,6 +31,7 @@ class Alarm:
         self, ring: Callable[[], None], read: Callable[[float], Reading] | None = None
     ) -> None:
         self.excused_seconds = 0.0
+        """Seconds, since the last call of `set`, in which the processes had no CPU, if measured."""
         self._ring = ring
         self._read = read
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -38,6 +42,7 @@ class Alarm:
         self._silence: Silence | None = None
 
     def set(self, seconds: float) -> None:
+        """Sets the alarm to ring in `seconds`, in place of an earlier time."""
         loop = self._loop = self._loop or asyncio.get_running_loop()
         began = self._began = loop.time()
         self._allowed = seconds
@@ -58,7 +63,7 @@ class Alarm:
         self._timer = loop.call_at(due, self._ended, loop)
 
     def _ended(self, loop: asyncio.AbstractEventLoop) -> None:
-        """The alarm may have been stopped, or set anew."""
+        """Called by the event loop's timer. The alarm may have been stopped, or set anew."""
         self._timer = None
         now, due = loop.time(), self._due
         if due is None:
@@ -74,6 +79,7 @@ class Alarm:
             self._ring()
 
     def _more_seconds(self, reading: Reading) -> float:
+        """Seconds until the next measurement. 0 if the alarm must ring."""
         if self._silence is None:
             self._silence = Silence(self._began)
         counted = self._silence.look(reading)

@@ -13,7 +13,7 @@ from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.request import Request
 
 LONGEST_NANOS = 86_400 * 10**9
-"""A response is rejected if it reports a longer time than one day."""
+"""One day in nanoseconds. A response is rejected if it reports a longer time."""
 _LARGEST_LOGPROB = 1e-3
 """Limit on a log-probability in a response: 0 plus rounding errors."""
 _FLOAT_BYTES = 4
@@ -25,13 +25,15 @@ class WrongAnswer(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
+    """Facts about the model that responses must agree with."""
+
     vocab_size: int = 0
     pooler: Pooler | None = None
     """How the model computes a vector from a prompt. None if the model samples tokens."""
 
 
 class ExpectedAnswer:
-    """What a valid response to a step may contain."""
+    """What a valid response to a step may contain. Created when the step is sent."""
 
     __slots__ = ("_logprobs", "_model", "_plan")
 
@@ -87,7 +89,9 @@ class ExpectedAnswer:
             )
 
     def _check_counts(self, num_tokens: Sequence[int], num_drafts: Sequence[int]) -> None:
-        """Raises WrongAnswer if a request has a wrong number of tokens."""
+        """Raises WrongAnswer if a request has a wrong number of tokens. With a complete prompt, it
+        has one token, and may have one more for each verified draft. Otherwise it has none.
+        """
         plan = self._plan
         given = num_drafts or [0] * len(num_tokens)
         _require(
@@ -161,11 +165,14 @@ class ExpectedAnswer:
 
 @dataclass(frozen=True, slots=True)
 class _WantedLogprobs:
+    """The log-probabilities that a request needs in a step."""
+
     num_sampled: int | None
-    """None if log-probabilities are not needed."""
+    """Number of alternatives to each sampled token. None if log-probabilities are not needed."""
     num_prompt: int | None
-    """None if log-probabilities are not needed."""
+    """Number of alternatives to each prompt token. None if log-probabilities are not needed."""
     num_prompt_rows: int
+    """Number of prompt tokens for which the step computes log-probabilities."""
 
 
 class RequestsWithLogprobs:
@@ -175,6 +182,7 @@ class RequestsWithLogprobs:
         self.requests: set[Request] = set()
 
     def in_step(self, plan: SchedulerOutput) -> Mapping[int, _WantedLogprobs]:
+        """Maps indexes of requests in the step to the log-probabilities that they need."""
         for request in plan.block_tables:
             sampling = request.sampling
             if sampling.logprobs is not None or sampling.prompt_logprobs is not None:

@@ -17,6 +17,7 @@ class BatchQueue:
 
     def __init__(self, executor: Executor, depth: int, now: Callable[[], float]) -> None:
         self.awaits_answer = False
+        """Whether the engine loop waits for the output of the oldest step."""
         self.planning = PlanningClock()
         self._executor = executor
         self._depth = depth
@@ -34,6 +35,7 @@ class BatchQueue:
         return len(self._steps) >= self._depth
 
     async def until_due(self) -> None:
+        """Waits until it is time to plan the next step, or until the running step has ended."""
         now = self._now()
         if self._steps and (seconds := self.planning.due - now) > 0:
             _, answer = self._steps[0]
@@ -71,8 +73,8 @@ class BatchQueue:
         return plan, output
 
     async def is_answered(self, wake: asyncio.Event, is_interrupted: Callable[[], bool]) -> bool:
-        """Returns True when the output has arrived, or False as soon as `is_interrupted()` is true,
-        which is called now and whenever `wake` is set.
+        """Waits for the output of the oldest step. Returns True when the output has arrived, or
+        False as soon as `is_interrupted()` is true, which is called now and whenever `wake` is set.
         """
         _, answer = self._steps[0]
         self.awaits_answer = True
@@ -92,7 +94,7 @@ class BatchQueue:
         return True
 
     def drop(self) -> list[SchedulerOutput]:
-        """Returns their plans, and the plan of a step that could not be sent."""
+        """Drops all steps. Returns their plans, and the plan of a step that could not be sent."""
         dropped = [plan for plan, _ in self._steps]
         if self._unsent is not None:
             dropped.append(self._unsent)
@@ -107,7 +109,7 @@ class BatchQueue:
 
 
 async def _until_done(answer: asyncio.Future[Any], seconds: float) -> None:
-    """Like `asyncio.wait`, but cheaper."""
+    """Waits until `answer` is done, at most `seconds`. Like `asyncio.wait`, but cheaper."""
     loop = asyncio.get_running_loop()
     waiter = loop.create_future()
 

@@ -1,9 +1,10 @@
 """Computes timeouts for work, such as the steps of a worker, from the durations of earlier work.
 
 A fixed timeout would have to suit the slowest machine, and would detect hangs late on all other
-machines. The timeout is a multiple of a decaying maximum of the recent durations in the class. A
-class without a measured duration has the longest timeout, because the first work of a size may
-compile or allocate. Callers do not count time in which the work had no CPU (see `Silence`).
+machines. Work has a size, for example a number of tokens. Sizes are grouped in classes, one for
+each power of two. The timeout is a multiple of a decaying maximum of the recent durations in the
+class. A class without a measured duration has the longest timeout, because the first work of a size
+may compile or allocate. Callers do not count time in which the work had no CPU (see `Silence`).
 """
 
 IDLE_CHECK_SECONDS = 5.0
@@ -14,7 +15,9 @@ _KEPT_SHARE = 0.98
 
 
 class Deadlines:
-    """Computes timeouts between `floor_seconds` and `ceiling_seconds`."""
+    """Computes timeouts between `floor_seconds` and `ceiling_seconds`. The floor prevents that a
+    short delay on a busy machine is mistaken for a hang.
+    """
 
     def __init__(self, floor_seconds: float, ceiling_seconds: float) -> None:
         self.ceiling_seconds = ceiling_seconds
@@ -29,6 +32,7 @@ class Deadlines:
         return min(max(_FACTOR * longest, self._floor_seconds), self.ceiling_seconds)
 
     def took(self, size: int, seconds: float) -> None:
+        """Records the time that work of this size took."""
         kind = size.bit_length()
         longest = self._longest.get(kind, 0.0)
         self._longest[kind] = max(seconds, _KEPT_SHARE * longest + (1 - _KEPT_SHARE) * seconds)

@@ -25,11 +25,12 @@ logger = logging.getLogger(__name__)
 
 LINGER_SECONDS = 0.01
 """Delay before the blocks and batch rows of the last requests are freed in a separate step. If a
-client sends one request after another, the next request arrives during the delay.
+client sends one request after another, the next request arrives during the delay. Its first step
+then frees them, which saves a step and a transaction with the pool.
 """
 RETRY_SECONDS = 0.001
 """Delay before planning is tried again if no request could be scheduled and no step is in flight.
-As in vLLM.
+The requests then wait for an external event, such as the end of a KV transfer. As in vLLM.
 """
 SWEEP_SECONDS = 0.5
 """Interval at which an idle engine plans a step to free blocks that the policy has kept for ended
@@ -69,7 +70,7 @@ class EngineCore:
         self._readiness = readiness
         self._awaits_sessions = False
         """Whether the last step was empty because sessions (requests with several turns) that wait
-        for input occupy the batch rows or blocks.
+        for input occupy the batch rows or blocks. Planning is then useless until a change arrives.
         """
         self._batch_queue = BatchQueue(executor, scheduler.config.num_steps_in_flight, now)
         self._undelivered: EngineCoreOutputs | None = None
@@ -101,6 +102,7 @@ class EngineCore:
         return [*self.scheduler.requests, *self.changes.arrivals]
 
     def abort_late(self, now: float) -> None:
+        """Ends waiting requests whose `latest_start` has passed without a first admission."""
         late = [
             request
             for request in self.unscheduled()
@@ -110,10 +112,12 @@ class EngineCore:
             self.changes.abort(late, FinishReason.QUEUE_TIMEOUT)
 
     def unscheduled(self) -> Iterator[Request]:
+        """Waiting requests that were never admitted."""
         waiting = chain(self.scheduler.queues, self.changes.arrivals)
         return (request for request in waiting if request.num_cached_tokens is None)
 
     def lost(self, lost: ports.PoolLost | ports.WorkersLost) -> None:
+        """Records a loss of the pool or the workers that was detected outside a step."""
         self._lost = lost
         self._wake.set()
 
@@ -149,8 +153,9 @@ class EngineCore:
         self, *, preempt_running: bool, reset_connector: bool = False
     ) -> None:
         """Removes every cached prefix and, with `reset_connector`, everything that the KV connector
-        has stored. Raises FailedPrecondition if requests hold blocks. Raises Unavailable while a
-        lost pool or lost workers are reopened.
+        has stored. Raises FailedPrecondition if requests hold blocks. To avoid that,
+        `preempt_running` first preempts all running requests. Raises Unavailable while a lost pool
+        or lost workers are reopened.
         """
         async with self.standstill():
             if self.state is EngineState.RECOVERING:
@@ -173,6 +178,11 @@ class EngineCore:
         return self._lock.standstill()
 
     async def _turn(self) -> None:
+        """One iteration: adds and ends requests, plans and sends a step, and applies the output of
+        the oldest step in flight. With asynchronous scheduling, a step is planned shortly before
+        the previous step ends, so that it includes requests that arrive until then. During a pause,
+        no step is planned, but the blocks of ended requests are freed.
+        """
         self.changes.apply()
         planned = False
         if self._may_plan() and (self.scheduler.has_work or self.scheduler.holds_ended):
@@ -196,11 +206,12 @@ class EngineCore:
             await asyncio.sleep(RETRY_SECONDS)
 
     def _has_change(self) -> bool:
+        """Whether a change (such as a new request) is pending, and no pause prevents planning."""
         return bool(self.changes) and not (self._pauses.is_on or self._lock.is_held)
 
     async def _complete(self) -> None:
-        """The step's tokens are delivered while the loop next waits for the pool or the workers, so
-        that delivery delays no step.
+        """Waits for the output of the oldest step and applies it. The step's tokens are delivered
+        while the loop next waits for the pool or the workers, so that delivery delays no step.
         """
         plan, output = await self._batch_queue.take_answer()
         self.changes.apply()
@@ -215,8 +226,8 @@ class EngineCore:
             self._observer.arrived(begun)
 
     def _deliver(self) -> None:
-        """If the delivery raises an error, the next call delivers them again, so that the engine
-        loop raises the error.
+        """Delivers the last step's outputs, if they were not delivered yet. If the delivery raises
+        an error, the next call delivers them again, so that the engine loop raises the error.
         """
         if self._undelivered is not None:
             self._delivery.deliver(self._undelivered)
@@ -250,6 +261,7 @@ class EngineCore:
             await self._linger()
 
     async def _linger(self) -> None:
+        """If the next step would only free blocks and rows, waits a short time for a request."""
         if self.scheduler.only_frees:
             await self._until_woken(self._linger_seconds)
 
@@ -262,6 +274,7 @@ class EngineCore:
             timer.cancel()
 
     async def _recover(self, lost: ports.PoolLost | ports.WorkersLost) -> None:
+        """Reopens the pool and the workers, which are then empty. Requests keep their tokens."""
         logger.warning("%s; recovering", lost.message)
         self.state, self.state_reason = EngineState.RECOVERING, lost.message
         self._readiness.not_ready(lost.message)
@@ -285,6 +298,10 @@ class EngineCore:
         )
 
     def _may_plan(self) -> bool:
+        """Whether a step may be planned. The fault search (for a request whose steps always fail)
+        may now allow other requests to run. Then this first preempts all requests and admits only
+        those, once no step is in flight.
+        """
         if self._recovery.is_trial_due:
             if self._batch_queue:
                 return False

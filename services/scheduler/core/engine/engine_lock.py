@@ -6,8 +6,9 @@ from contextlib import asynccontextmanager
 
 
 class EngineLock:
-    """`wake` is the event that wakes the loop if it waits for work. `has_steps` returns whether
-    steps are in flight.
+    """Each iteration of the engine loop holds this lock, and so does other code while it changes
+    the scheduler. `wake` is the event that wakes the loop if it waits for work. `has_steps` returns
+    whether steps are in flight.
     """
 
     def __init__(self, wake: asyncio.Event, has_steps: Callable[[], bool]) -> None:
@@ -19,6 +20,7 @@ class EngineLock:
 
     @property
     def is_held(self) -> bool:
+        """Whether a standstill was requested, so that no step may be planned."""
         return self._num_holds > 0
 
     async def __aenter__(self) -> None:
@@ -30,8 +32,8 @@ class EngineLock:
         self._condition.release()
 
     async def until(self, is_over: Callable[[], bool]) -> None:
-        """`is_over` is called now and after each iteration of the loop. The caller must hold the
-        lock.
+        """Releases the lock, and holds it again when `is_over()` returns true. `is_over` is called
+        now and after each iteration of the loop. The caller must hold the lock.
         """
         self._num_waits += 1
         try:
@@ -41,8 +43,8 @@ class EngineLock:
 
     @asynccontextmanager
     async def standstill(self) -> AsyncIterator[None]:
-        """Within it, the loop is stopped between two iterations, and no step is in flight. The
-        caller may be cancelled, because the loop completes the steps in flight.
+        """A context manager. Within it, the loop is stopped between two iterations, and no step is
+        in flight. The caller may be cancelled, because the loop completes the steps in flight.
         """
         self._num_holds += 1
         self._wake.set()

@@ -13,10 +13,12 @@ MAX_FAILURES_ALONE = 2
 
 @dataclass(frozen=True, slots=True)
 class _Group:
+    """Suspects that run together, while no other request runs."""
+
     requests: Sequence[Request]
     other_half_is_next: bool = False
     """Whether this group is the first half of a failed group, and the next group in the queue is
-    the second half.
+    the second half. If the steps of the first half succeed, the fault must be in the second half.
     """
 
 
@@ -62,6 +64,7 @@ class FaultSearch:
         return None
 
     def step_done(self, plan: SchedulerOutput) -> None:
+        """Records a successful step, which may clear suspects."""
         steps = zip(plan.requests, plan.num_computed_tokens, plan.num_scheduled_tokens, strict=True)
         for request, start, num_tokens in steps:
             goal = self._goals.get(request)

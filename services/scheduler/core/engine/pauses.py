@@ -32,6 +32,7 @@ class Pauses:
         return mode is not None and not (mode is PauseMode.WAIT and self.scheduler.running)
 
     async def begin(self, mode: PauseMode) -> None:
+        """Begins a pause, with the effects described in `EngineCore.pause`."""
         if mode is PauseMode.WAIT:
             await self._finish_running()
         else:

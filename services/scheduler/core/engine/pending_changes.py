@@ -13,9 +13,9 @@ from services.scheduler.core.request import Request, RequestStatus
 
 
 class PendingChanges:
-    """The engine loop applies the changes before it plans the next step, because they must not be
-    applied while a step is planned. The methods may be called at any time from the engine's event
-    loop.
+    """Collects changes of a scheduler's requests. The engine loop applies the changes before it
+    plans the next step, because they must not be applied while a step is planned. The methods may
+    be called at any time from the engine's event loop.
     """
 
     def __init__(
@@ -26,6 +26,7 @@ class PendingChanges:
         wake: asyncio.Event,
         report_ended: Callable[[Sequence[Request]], None],
     ) -> None:
+        """Sets `wake` at each change. Calls `report_ended` with requests that end between steps."""
         self.arrivals: list[Request] = []
         self._scheduler = scheduler
         self._observer = observer
@@ -58,22 +59,24 @@ class PendingChanges:
     def grammar_compiled(
         self, request: Request, error: str = "", reason: FinishReason = FinishReason.ERROR
     ) -> None:
-        """A non-empty `error` means that the compilation failed. The request then ends with `error`
-        and `reason`.
+        """Records that the workers have compiled the grammar of a request. A non-empty `error`
+        means that the compilation failed. The request then ends with `error` and `reason`.
         """
         self._compiled[request] = error, reason
         self._wake.set()
 
     def add_chunk(self, session: Request, chunk: InputChunk | None) -> None:
         """Adds the next input of a session (a request with several turns). None ends the session:
-        at once if it waits for input, otherwise after its present turn.
+        at once if it waits for input, otherwise after its present turn. Does nothing if it has
+        ended.
         """
         self._chunks.append((session, chunk))
         self._wake.set()
 
     def end_turn(self, of: Request | ContextId, tool: str) -> None:
-        """`of` is the turn's request, which has ended or ends with these changes, or the context
-        (KV blocks for the next turn) that the turn has left in the pool.
+        """Records which tool an agent runs after one of its turns (requests). `of` is the turn's
+        request, which has ended or ends with these changes, or the context (KV blocks for the next
+        turn) that the turn has left in the pool.
         """
         self._tools.append((of, tool))
         self._wake.set()
@@ -111,6 +114,7 @@ class PendingChanges:
                 self._scheduler.end_turn(context, tool)
 
     def end(self, ends: Mapping[Request, FinishReason]) -> None:
+        """Ends requests now, except those that have already ended."""
         ended = [request for request, reason in ends.items() if _can_end(request, reason)]
         for request in ended:
             self._scheduler.abort(request, ends[request])
@@ -132,5 +136,5 @@ class PendingChanges:
 
 def _can_end(request: Request, reason: FinishReason) -> bool:
     if reason is FinishReason.QUEUE_TIMEOUT and request.num_cached_tokens is not None:
-        return False
+        return False  # was admitted in time
     return not request.is_finished

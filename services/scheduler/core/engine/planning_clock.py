@@ -16,7 +16,7 @@ _OUTLIERS = 16
 
 class PlanningClock:
     """Delays the planning of a step while the previous step runs, so that the step includes
-    requests that arrive during the delay.
+    requests that arrive during the delay. Planning starts early enough that workers do not wait.
 
     Workers report the *slack* of each step: the time from when the step was ready to run until the
     previous step ended. Slack is negative if the step arrived late. The slack of a step plus the
@@ -25,8 +25,8 @@ class PlanningClock:
     long the previous step, planning and messages take.
 
     Steps are grouped in size classes, one for each power of two tokens. Let r be the room that 15
-    of 16 recent steps of the class had at least, and m the median of their rooms. The delay is r -
-    (m - r), minus a margin. If rooms vary much, as on a busy machine, the delay is short or 0.
+    of 16 recent steps of the class had at least, and m the median of their rooms. The delay is
+    r - (m - r), minus a margin. If rooms vary much, as on a busy machine, the delay is short or 0.
     Planning begins at the latest when the previous step ends.
 
     Times are in seconds of a monotonic clock, which callers read.
@@ -34,6 +34,7 @@ class PlanningClock:
 
     def __init__(self) -> None:
         self.num_planned = 0
+        """Number of steps that were planned while another step ran."""
         self.seconds_put_off = 0.0
         """Total delay of planning, in seconds."""
         self.seconds_late = 0.0
@@ -50,6 +51,7 @@ class PlanningClock:
         return self._due
 
     def begins(self, num_tokens: int, now: float) -> None:
+        """Records that a step of `num_tokens` tokens begins to run at the time `now`."""
         self._size, self._began = num_tokens.bit_length(), now
         rooms = self._rooms.get(self._size)
         seconds = 0.0 if rooms is None else rooms.usable - MARGIN_SECONDS
@@ -75,6 +77,7 @@ class PlanningClock:
         self.seconds_late += max(0.0, -slack_seconds)
 
     def forget(self) -> None:
+        """Removes all measurements, because new workers may have other step times."""
         self._rooms.clear()
         self._planned.clear()
 
@@ -89,6 +92,7 @@ class _Rooms:
         self._sorted: list[float] = []
 
     def add(self, room: float) -> None:
+        """Adds the room of a step. Removes the oldest room if RECENT_STEPS rooms are stored."""
         if len(self._recent) == RECENT_STEPS:
             del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
         self._recent.append(room)

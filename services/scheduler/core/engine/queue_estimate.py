@@ -17,15 +17,23 @@ class QueueEstimate:
     numbers follow from this rate by Little's law: the time that each waiting request adds to the
     wait of requests behind it, and the running time of a request.
 
+    Until enough requests have ended, the completion rate is estimated as the number of tokens
+    computed per second, divided by the expected number of tokens of a request.
+
     Rates are measured over *busy seconds*. While a request waits or `max_running` requests run, a
-    second counts as a busy second. Otherwise requests complete only as fast as they arrive.
+    second counts as a busy second. Otherwise requests complete only as fast as they arrive. The
+    time is then converted to the time in which a full replica would do the same work. To do so, it
+    is multiplied by the number of running requests divided by `max_running`, and by the slowdown of
+    a step in which `max_running` requests run.
     """
 
     def __init__(self, max_running: int) -> None:
         self._max_running = max_running
         self._busy_seconds = 0.0
         self._running_seconds = 0.0
+        """Sum of the running times of all requests, in seconds."""
         self._num_tokens = 0
+        """Number of tokens that were computed in the busy seconds."""
         self._tokens_per_request = 0.0
         self._marks: deque[tuple[float, float, int]] = deque([(0.0, 0.0, 0)])
         """Busy seconds, running seconds and completed requests since the start, at each sample."""
@@ -75,13 +83,16 @@ class QueueEstimate:
         self.service_seconds = MARGIN * running_seconds / num_requests if num_requests else 0.0
 
     def stand_still(self) -> None:
+        """Excludes the time until the next sample, because no request runs in it."""
         self._last = None
 
     @property
     def counts_tokens(self) -> bool:
+        """Whether the rate is estimated from tokens, because few requests have ended."""
         return self._num_completed < MIN_COMPLETIONS
 
     def _window(self) -> tuple[float, float, float]:
+        """The recent busy seconds, running seconds and completed requests. Zeros if unknown."""
         if self.counts_tokens:
             if self._busy_seconds < MIN_BUSY_SECONDS or not self._tokens_per_request:
                 return 0.0, 0.0, 0.0

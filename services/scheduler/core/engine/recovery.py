@@ -21,7 +21,7 @@ LAST_BACKOFF_SECONDS = 5.0
 
 
 class Losses:
-    """Losses in a row have no progress between them."""
+    """Counts losses of the pool or the workers. Losses in a row have no progress between them."""
 
     def __init__(self) -> None:
         self.num_of_pool = 0
@@ -30,10 +30,12 @@ class Losses:
 
     @property
     def is_in_a_row(self) -> bool:
+        """Whether no progress was made since the last recovery (see `made_progress`)."""
         return self._num_in_a_row > 0
 
     @property
     def backoff_seconds(self) -> float:
+        """Delay before the next recovery, in seconds."""
         if self._num_in_a_row == 0:
             return 0.0
         doublings = min(self._num_in_a_row - 1, 16)
@@ -49,7 +51,7 @@ class Losses:
         self._num_in_a_row += 1
 
     def made_progress(self) -> None:
-        """The next loss is the first in a row."""
+        """Records progress, such as a successful step. The next loss is the first in a row."""
         self._num_in_a_row = 0
 
 
@@ -75,6 +77,7 @@ class Recovery:
 
     @property
     def is_trial_due(self) -> bool:
+        """Whether the fault search wants other requests to run than may run now."""
         return self._search.trial() != self.scheduler.queues.admitted_only
 
     def plan_of(self, keys: Collection[RequestKey]) -> SchedulerOutput:
@@ -84,7 +87,9 @@ class Recovery:
         return SchedulerOutput(-1, requests, [1] * len(requests), computed)
 
     def steps_failed(self, plans: Sequence[SchedulerOutput]) -> None:
-        """Does nothing if a signal or a supervisor ended the workers."""
+        """Passes lost steps to the fault search, and ends the request that the search has found, if
+        any. Does nothing if a signal or a supervisor ended the workers.
+        """
         if self.replica.workers_were_ended or not any(plan.requests for plan in plans):
             return
         culprit = self._search.steps_failed(plans)
@@ -97,23 +102,25 @@ class Recovery:
             self.changes.end({culprit: FinishReason.STEP_FAILED})
 
     def step_done(self, plan: SchedulerOutput) -> None:
-        """It counts as progress if the fault search has no suspects."""
+        """Records a successful step. It counts as progress if the fault search has no suspects."""
         if self._search.is_active:
             self._search.step_done(plan)
         else:
             self.losses.made_progress()
 
     def begin_trial(self) -> None:
+        """Lets only requests be admitted that the fault search selects. No request may run."""
         if (trial := self._search.trial()) != self.scheduler.queues.admitted_only:
             self.scheduler.admit_only(trial)
 
     def change_trial(self) -> None:
+        """Preempts all requests, then lets only requests be admitted that the search selects."""
         preempted = self.scheduler.preempt_all()
         self.observer.preempted(preempted, PreemptionCause.FAULT_SEARCH)
         self.begin_trial()
 
     async def reopen(self) -> None:
-        """Applies changes of requests meanwhile."""
+        """Reopens the pool and the workers after a delay. Applies changes of requests meanwhile."""
 
         async def open_again() -> None:
             await asyncio.sleep(self.losses.backoff_seconds)

@@ -33,7 +33,7 @@ class ReplicaState:
         self.config = config
         self.clock = clock
         self.step_costs = StepCosts()
-        """Estimates how long steps take."""
+        """Estimates how long steps take. The class that runs the steps records their durations."""
         parts = PolicyParts(config, clock, self.step_costs, self._release_held)
         self.policy = find_policy(config.policy)(parts)
         self.retention: Retention | None = getattr(self.policy, "retention", None)
@@ -47,9 +47,12 @@ class ReplicaState:
         self.kv_cache_manager = KVCacheManager(config, pool, self.retention)
         self.encoder_cache = EncoderCacheManager(config.encoder_cache_size)
         self.pause_mode: PauseMode | None = None
-        """The mode of the current pause."""
+        """The mode of the current pause. None if the engine is not paused."""
         self.num_preemptions = 0
+        """Number of preemptions since the process started."""
         self.failed: dict[Request, str] = {}
+        """Maps waiting requests that can never be admitted to the errors with which they will end.
+        """
         self.transfers = None if connect is None else connect(self)
 
     @property
@@ -61,10 +64,12 @@ class ReplicaState:
         return max(0, self.config.max_running - num_taken)
 
     def _release_held(self, key: RequestKey) -> None:
+        """Frees the blocks that were kept for an ended request, with the next transaction."""
         self.kv_cache_manager.pending.release(key)
 
     @property
     def holds_ended(self) -> bool:
+        """Whether requests that have ended keep blocks."""
         return self.retention is not None and bool(self.retention.held)
 
     async def take_copies(self, step: int, traceparent: str) -> list[BlockCopy]:
@@ -87,7 +92,8 @@ class ReplicaState:
 
     def free(self, request: Request) -> None:
         """Frees a request's row and encoder outputs at once, and its blocks with the pool's next
-        transaction.
+        transaction. An ended request's blocks stay allocated if the policy keeps them, or while a
+        KV transfer uses them.
         """
         context, is_held = None, False
         if self.retention is not None and request.is_finished:
@@ -104,8 +110,9 @@ class ReplicaState:
         request.forget_blocks()
 
     def remove(self, request: Request) -> None:
-        """A waiting request may have ended because of a token that was in flight when the request
-        was preempted.
+        """Removes an ended request from the running requests or the queues, and frees its blocks
+        and row. A waiting request may have ended because of a token that was in flight when the
+        request was preempted.
         """
         self.take_out(request)
         self.free(request)
@@ -120,6 +127,7 @@ class BatchRows:
 
     def __init__(self, num_rows: int) -> None:
         self.removed: list[int] = []
+        """Freed rows that were not sent to the workers yet."""
         self._free = list(range(num_rows - 1, -1, -1))
 
     def take(self, request: Request) -> None:

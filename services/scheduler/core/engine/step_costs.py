@@ -25,13 +25,16 @@ class StepCosts:
 
     def __init__(self) -> None:
         self._decoding: deque[tuple[int, float]] = deque(maxlen=RECENT_STEPS)
+        """Number of requests and duration in seconds of each decode-only step."""
         self._computing: deque[tuple[int, int, float]] = deque(maxlen=RECENT_STEPS)
+        """Number of requests, number of prompt tokens, and seconds of each step with prompts."""
         self._fitted: tuple[float, float] | None = None
-        """None if they must be fitted again."""
+        """The costs of a step and of a decoding request. None if they must be fitted again."""
         self._loads: deque[tuple[int, float]] = deque(maxlen=RECENT_STEPS)
+        """Number of tokens and duration in seconds of each recent KV load."""
 
     def observe(self, num_requests: int, num_tokens: int, seconds: float) -> None:
-        """Steps without requests are ignored."""
+        """Records that a step took `seconds`. Steps without requests are ignored."""
         if not num_requests:
             return
         num_prompt_tokens = num_tokens - num_requests
@@ -42,6 +45,7 @@ class StepCosts:
             self._fitted = None
 
     def observe_load(self, num_tokens: int, seconds: float) -> None:
+        """Records that keys and values of `num_tokens` tokens were loaded within `seconds`."""
         self._loads.append((num_tokens, seconds))
 
     @property
@@ -75,8 +79,10 @@ class StepCosts:
         return beyond / num_tokens
 
     def seconds_of_prompt(self, num_tokens: float, num_requests: int, token_budget: int) -> float:
-        """If the cost of a prompt token is unknown, for example because all prompts are short, the
-        cost of a decoding request is used instead. 0 while unknown.
+        """Seconds to compute `num_tokens` tokens of a prompt in steps of `token_budget` prompt
+        tokens, while `num_requests` requests decode. If the cost of a prompt token is unknown, for
+        example because all prompts are short, the cost of a decoding request is used instead. 0
+        while unknown.
         """
         each_step, each_decode = self._fit()
         seconds_per_token = self.seconds_per_prompt_token or each_decode
@@ -99,9 +105,9 @@ class StepCosts:
         return self._fitted
 
     def _least_squares(self) -> tuple[float, float]:
-        """If all decode-only steps have equally many requests, the costs of a step and of a request
-        cannot be separated. Half of the time then counts as the cost of the step, and half as the
-        cost of its requests.
+        """Fits the costs of a step and of a request to the decode-only steps. If all these steps
+        have equally many requests, the costs cannot be separated. Half of the time then counts as
+        the cost of the step, and half as the cost of its requests.
         """
         if len(self._decoding) < MIN_STEPS:
             return 0.0, 0.0

@@ -63,9 +63,9 @@ class StepUpdate:
     def _append(
         self, plan: SchedulerOutput, output: ModelRunnerOutput, taken: list[Sequence[int] | None]
     ) -> tuple[int, list[Request], dict[Request, TurnEnd]]:
-        """Sets each request's entry in `taken` to the appended tokens, or to None if the tokens are
-        discarded. Returns the number of appended tokens, the requests that end, and the sessions
-        whose turn ends.
+        """Appends the sampled tokens to the requests. Sets each request's entry in `taken` to the
+        appended tokens, or to None if the tokens are discarded. Returns the number of appended
+        tokens, the requests that end, and the sessions whose turn ends.
         """
         ended: list[Request] = []
         turns: dict[Request, TurnEnd] = {}
@@ -92,9 +92,10 @@ class StepUpdate:
     def _kept(
         self, plan: SchedulerOutput, output: ModelRunnerOutput, index: int
     ) -> Sequence[int] | None:
-        """Returns the appended tokens, or None if the tokens are discarded because the request had
-        already ended or is in `plan.dropped`. In the latter case, the request's next step still
-        verifies the drafts of this step, as in vLLM (recording `drafts_after_a_dropped_token`).
+        """Appends the tokens of a request that may end or is off the fast path. Returns the
+        appended tokens, or None if the tokens are discarded because the request had already ended
+        or is in `plan.dropped`. In the latter case, the request's next step still verifies the
+        drafts of this step, as in vLLM (recording `drafts_after_a_dropped_token`).
         """
         request, tokens = plan.requests[index], output.token_ids[index]
         if request.finish_reason is not None:
@@ -127,7 +128,8 @@ class StepUpdate:
         self, transfers: Transfers, plan: SchedulerOutput, output: ModelRunnerOutput
     ) -> list[Request]:
         """Discards the tokens that this step and the steps in flight sampled after they read blocks
-        whose KV load has failed. With the load-failure policy RECOMPUTE, none ends.
+        whose KV load has failed. Returns the requests that end for this reason, in the order of
+        arrival. With the load-failure policy RECOMPUTE, none ends.
         """
         steps = self._state.steps
         affected = transfers.take_failures(
@@ -179,15 +181,17 @@ class StepUpdate:
         return kept
 
     def _take_drafts(self, request: Request, output: ModelRunnerOutput, index: int) -> None:
-        """With asynchronous scheduling, does nothing, because placeholders were stored when this
-        step was planned.
+        """Stores the drafts that the request's next step verifies. With asynchronous scheduling,
+        does nothing, because placeholders were stored when this step was planned.
         """
         if not self._config.async_scheduling:
             num_drafts = self._config.num_drafts(len(self._running))
             request.draft_token_ids = list(output.draft_token_ids[index][:num_drafts])
 
     def _finish_turn(self, session: Request) -> TurnEnd:
-        """Tokens that steps in flight sample for the session are discarded, because they follow the
+        """Ends the turn of a session, and begins the next turn if its input has arrived.
+
+        Tokens that steps in flight sample for the session are discarded, because they follow the
         end of the turn. For a model with state-space layers, these steps overwrite the session's
         state. With drafts, only the workers know after which token the state is. In these cases the
         session's blocks are freed, and the next turn begins with a prefix hit.
@@ -208,6 +212,7 @@ class StepUpdate:
 
 
 def _discount_drafts(plan: SchedulerOutput, request: Request, num_kept: int) -> None:
+    """Subtracts rejected drafts, and drafts after the request's end, from the computed tokens."""
     if plan.draft_token_ids and request.num_computed_tokens:
         drafts = plan.draft_token_ids.get(request, ())
         request.num_computed_tokens -= len(drafts) + 1 - num_kept if drafts else 0
@@ -215,7 +220,7 @@ def _discount_drafts(plan: SchedulerOutput, request: Request, num_kept: int) -> 
 
 def _end_if_refused(request: Request, output: ModelRunnerOutput, index: int, num_kept: int) -> None:
     """Ends a request whose grammar refused a token of the step, unless the request ended before the
-    refused token.
+    refused token. `num_kept` is the number of the step's tokens that were appended to the request.
     """
     first = output.refused_tokens[index]
     if first > num_kept or (first == num_kept and request.finish_reason is not None):

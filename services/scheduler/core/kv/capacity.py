@@ -9,8 +9,10 @@ def max_request_tokens(config: SchedulerConfig) -> int:
     """The number of tokens of the longest request that fits in the empty pool, at most
     `max_model_len`.
 
-    Full attention needs blocks for all tokens. Sliding windows and states need as many blocks as a
-    request can hold at one time.
+    All KV-cache groups allocate from this pool. Full attention needs blocks for all tokens. Sliding
+    windows and states need as many blocks as a request can hold at one time. This number is largest
+    when as many of the largest steps as possible are in flight, or when a step verifies drafts
+    while drafts of the previous step may still be rejected.
     """
     num_tokens_in_flight = max(config.max_in_flight_tokens, 1 + 2 * config.num_speculative_tokens)
     num_tokens_in_flight += config.num_lookahead_tokens

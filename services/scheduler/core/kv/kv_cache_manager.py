@@ -38,12 +38,16 @@ class KVCacheManager:
         self._config = config
         self._pool = pool
         self.pending = PendingOperations()
+        """Operations with which the next transaction begins."""
         self.block_ids_to_zero: list[BlockId] = []
+        """Blocks that were allocated since the last step and must be zeroed before use."""
         self.copies: list[BlockCopy] = []
+        """Block copies that the workers must make before this step."""
         self._hash_block_size = config.hash_block_size
         self.needs_steps = config.aligns_states and config.enable_prefix_caching
         """Whether the pool must be told where each step begins (operation BeginStep)."""
         self.step_begins = False
+        """Whether BeginStep must still be sent for the step that is planned now."""
         self._num_lookahead_tokens = config.num_lookahead_tokens
 
     def num_slots(self, num_tokens: int) -> int:
@@ -73,10 +77,13 @@ class KVCacheManager:
         `looked_up`.
 
         `leaving` are the requests that leave the fast path (see `RunningRequests`) after this step.
-        `steps` are the earlier steps. Blocks are published only after all blocks are allocated, so
-        that no block of a preempted request is published.
+        Other requests on the fast path fill no block. `steps` are the earlier steps. Blocks are
+        published only after all blocks are allocated, so that no block of a preempted request is
+        published.
 
-        Returns None if all blocks were allocated.
+        Returns None if all blocks were allocated. Otherwise returns the stop at the request that
+        lacks blocks. The requests before it then have their blocks, and nothing was published or
+        looked up.
         """
         operations: list[Operation] = []
         growth = self._grow(builder, growing, steps) if growing else None
@@ -131,9 +138,12 @@ class KVCacheManager:
         self._note_hits(builder, looked_up, outcome)
 
     def resume_prefix(self, builder: StepBuilder, request: Request, steps: PlannedSteps) -> None:
-        """If the request is a session (with several turns), steps in flight of its last turn still
-        read blocks of earlier sliding windows. To keep these blocks, `num_stored` does not count
-        the tokens in flight.
+        """Prepares the admission of a request that holds blocks. Its computed tokens become its
+        prefix hit.
+
+        If the request is a session (with several turns), steps of its last turn may still be in
+        flight. Their tokens will be discarded, but the steps still read blocks of earlier sliding
+        windows. To keep these blocks, `num_stored` does not count the tokens in flight.
         """
         prefixes, num_tokens = builder.prefixes, request.num_computed_tokens
         prefixes.hits[request] = num_tokens
@@ -143,6 +153,7 @@ class KVCacheManager:
             request.hash_full_blocks(self._config.fingerprint, self._hash_block_size)
 
     async def admit(self, admissions: Sequence[Admission], traceparent: str) -> Outcome:
+        """Allocates the blocks of waiting requests, up to the first that lacks blocks."""
         operations: list[Operation] = [ops.Admit(admissions)] if admissions else []
         if self._retention is not None:
             operations = self._retention.rank() + operations
@@ -160,6 +171,7 @@ class KVCacheManager:
         return outcome.reset_done
 
     def publish(self, request: Request, num_tokens: int) -> None:
+        """Makes the next transaction publish the full blocks of the first `num_tokens` tokens."""
         num_full = num_tokens // self._hash_block_size
         if num_full > request.num_committed_blocks and self._config.enable_prefix_caching:
             hashes = self._unsent_hashes(request, num_full)
@@ -172,13 +184,15 @@ class KVCacheManager:
         request.num_hashes_sent = max(request.num_hashes_sent, num_full)
 
     def release(self, request: Request, context: ContextId | None = None) -> None:
-        """With `context`, they stay cached under this id for the next request of the agent."""
+        """Makes the next transaction free a request's blocks. With `context`, they stay cached
+        under this id for the next request of the agent.
+        """
         if request.known_to_pool:
             self.pending.release(request.key, context)
 
     def check_all_free(self) -> None:
         """Raises PoolLost if blocks are in use, although no request has blocks and no operation is
-        pending, which the caller has checked.
+        pending, which the caller has checked. Such blocks would never be freed.
         """
         if num_used := self._config.num_blocks - 1 - self.num_free_blocks:
             error = (
@@ -188,6 +202,7 @@ class KVCacheManager:
             raise PoolLost(error, suspects=[])
 
     def forget(self) -> None:
+        """Resets the state, because the pool is opened again and empty."""
         self.pending.clear()
         self.block_ids_to_zero.clear()
         self.copies.clear()
@@ -206,8 +221,9 @@ class KVCacheManager:
         return operations
 
     def _grow(self, builder: StepBuilder, growing: Sequence[Request], steps: PlannedSteps) -> Grow:
-        """It frees no block that the sliding windows of steps in flight still include, because
-        these steps may read the block, and their drafts may be rejected.
+        """Builds the operation that allocates blocks for `growing`. It frees no block that the
+        sliding windows of steps in flight still include, because these steps may read the block,
+        and their drafts may be rejected.
         """
         starts = running_requests.num_computed_tokens_of(growing)
         keys = [request.key for request in growing]
@@ -227,7 +243,7 @@ class KVCacheManager:
     def _note_growth(
         self, builder: StepBuilder, growing: Sequence[Request], growth: Grow, outcome: Outcome
     ) -> None:
-        """Raises PoolLost if the number of blocks is wrong."""
+        """Records the new blocks of `growing`. Raises PoolLost if the number of blocks is wrong."""
         size, appended = self._config.block_size, builder.plan.appended_blocks
         only_grows = self._config.only_grows
         for request, blocks, needed in zip(growing, outcome.grown, growth.num_slots, strict=False):
@@ -243,6 +259,7 @@ class KVCacheManager:
                 appended[request] = blocks
 
     def _filling(self, builder: StepBuilder, leaving: Collection[Request]) -> list[_Filling]:
+        """The requests whose blocks the step fills, in the order of admission."""
         if not self._config.enable_prefix_caching:
             return []
         size = self._hash_block_size
@@ -302,18 +319,20 @@ class KVCacheManager:
 
     def _unsent_hashes(self, request: Request, num_blocks: int | None = None) -> list[BlockHash]:
         """The hashes of the first `num_blocks` blocks (without a number, of all full blocks) that
-        were not sent to the pool yet.
+        were not sent to the pool yet. A Commit operation must contain only hashes of blocks that it
+        publishes, because the end of a session's turn may remove the last token of later blocks.
         """
         request.hash_full_blocks(self._config.fingerprint, self._hash_block_size)
         return request.block_hashes[request.num_hashes_sent : num_blocks]
 
     async def _transact(self, operations: Sequence[Operation], traceparent: str) -> Outcome:
-        """Without operations, returns an outcome without asking the pool."""
+        """Makes one transaction. Without operations, returns an outcome without asking the pool."""
         if not operations:
             return Outcome(self.num_free_blocks)
         return self._keep(await self._pool.transact(operations, traceparent))
 
     def _keep(self, outcome: Outcome) -> Outcome:
+        """Stores the parts of a transaction's outcome that do not belong to a single operation."""
         self.num_free_blocks = outcome.num_free_blocks
         self.block_ids_to_zero += outcome.block_ids_to_zero
         self.copies += outcome.copies

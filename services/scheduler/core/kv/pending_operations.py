@@ -15,7 +15,9 @@ class PendingOperations:
 
     def __init__(self) -> None:
         self.commits: dict[RequestKey, tuple[int, list[BlockHash]]] = {}
+        """Maps a request to its number of stored tokens, and the hashes of its new full blocks."""
         self.evictions: list[BlockId] = []
+        """Blocks whose hashes the pool must remove."""
         self._releases: dict[RequestKey, ContextId | None] = {}
         """Maps released requests to the context (of an agent) as which their blocks stay cached."""
         self._early_releases: list[ops.Operation] = []
@@ -25,7 +27,7 @@ class PendingOperations:
         return bool(self.commits or self._releases or self.evictions or self._early_releases)
 
     def commit(self, key: RequestKey, num_tokens: int, new_hashes: list[BlockHash]) -> None:
-        """`new_hashes` follow the hashes of earlier commits."""
+        """Publishes a request's full blocks. `new_hashes` follow the hashes of earlier commits."""
         _, earlier = self.commits.get(key, (0, []))
         self.commits[key] = num_tokens, earlier + new_hashes
 
@@ -33,6 +35,7 @@ class PendingOperations:
         self._releases[key] = context
 
     def remove_skipped_blocks(self, key: RequestKey, num_computed_tokens: int) -> None:
+        """Frees the blocks that no token from position `num_computed_tokens` on attends to."""
         self.give_back_in_order(ops.RemoveSkippedBlocks([key], [num_computed_tokens]))
 
     def give_back_in_order(self, operation: ops.Operation) -> None:
@@ -43,6 +46,7 @@ class PendingOperations:
         self._early_releases.append(operation)
 
     def evict(self, blocks: Sequence[BlockId]) -> None:
+        """Removes the hashes of these blocks, so that they cannot be hit."""
         self.evictions += blocks
 
     def take(self) -> list[ops.Operation]:

@@ -12,6 +12,8 @@ class WindowClock:
     """Computes the token counts (numbers of computed tokens before a step) at which a request's
     KV-cache group allocates or frees a block.
 
+    A group allocates a block when the tokens, lookahead tokens included, fill its present blocks. A
+    group frees a block when its sliding window or state has advanced by one block of stored tokens.
     Tokens of steps in flight count as computed, but are not stored yet. Because the number of steps
     in flight varies, the token counts for every possible number of steps are included.
     """
@@ -35,7 +37,9 @@ class WindowClock:
 
 
 def _phases(group: KVCacheGroup, num_lookahead_tokens: int, lags: Iterable[int]) -> list[int]:
-    """The token counts, modulo the block size, at which a group allocates or frees a block."""
+    """The token counts, modulo the block size, at which a group allocates or frees a block. `lags`
+    are the possible numbers of tokens in flight.
+    """
     match group.attention_type:
         case AttentionType.FULL:
             return [-num_lookahead_tokens]

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 class PlannedAdmission:
     request: Request
     terms: Admission
+    """The pool's operation, which allocates the request's blocks."""
     num_new_tokens: int
     """Number of tokens that the request's first step computes, without drafts."""
     num_asked: int
@@ -53,6 +54,7 @@ class AdmissionPlan:
     decisions: list[PlannedAdmission | PassedOver] = field(default_factory=list)
     """One decision for each examined candidate, valid if all earlier admissions succeed."""
     admissions: list[PlannedAdmission] = field(default_factory=list)
+    """The admissions in `decisions`."""
     wait_reason: WaitReason | None = None
     """Why the plan stopped before the last candidate. None if it did not, or if `has_old_hits`."""
     refused: PlannedAdmission | None = None
@@ -64,7 +66,7 @@ class AdmissionPlan:
     """
 
     def stop(self, reason: WaitReason, *, hit_is_old: bool = False) -> "AdmissionPlan":
-        """Sets `wait_reason`, or `has_old_hits` if `hit_is_old` is true."""
+        """Sets `wait_reason`, or `has_old_hits` if `hit_is_old` is true. Returns the plan."""
         if hit_is_old:
             self.has_old_hits = True
         else:
@@ -103,10 +105,11 @@ class AdmissionPlanner:
         """Plans admissions of the candidates in order, until the rows of the batch or the token
         budget are used up.
 
-        Blocks that earlier admissions of the step publish extend the hit, if
-        `config.foretells_hits` is true. Stops at a candidate whose new hit only the pool can
-        compute. If the first candidate certainly needs more blocks than are free, nothing is
-        planned.
+        The prefix hit of a candidate is the result of its last lookup in the pool. Blocks that
+        earlier admissions of the step publish extend the hit, if `config.foretells_hits` is true.
+        The plan stops at a candidate if only the pool can compute its new hit. If the first
+        candidate certainly needs more blocks than are free, nothing is planned. This saves a
+        transaction in every step until enough blocks are free.
         """
         prefixes = builder.prefixes
         trial = _Trial(builder.token_budget, set(prefixes.published), builder.passing_over.copy())
@@ -153,7 +156,7 @@ class AdmissionPlanner:
         self, builder: StepBuilder, trial: _Trial, request: Request, *, is_first: bool
     ) -> tuple[int, bool]:
         """The length of a request's prefix hit in tokens, and whether an earlier admission of the
-        plan may change the hit.
+        plan may change the hit. The hit of a request that already holds blocks never changes.
         """
         hit, foretells_hits = builder.prefixes.hits[request], self.config.foretells_hits
         if request.holds_blocks:
@@ -180,6 +183,7 @@ class AdmissionPlanner:
     def _decide_items(
         builder: StepBuilder, trial: _Trial, request: Request, start: int, num_new: int
     ) -> step_encoder.EncoderDecision | None:
+        """Decides which prompt items (such as images) the encoder computes. None without items."""
         if not num_new or start >= request.num_encoded_tokens:
             return None
         trial.encoder = trial.encoder or builder.encoder.copy()
@@ -269,11 +273,15 @@ class AdmissionPlanner:
         if num_tokens <= budget:
             num_tokens = builder.cap(num_tokens)
             if self.config.aligns_states:
+                # If the chunk must end before its last draft, the request gets no drafts.
                 num_tokens = aligned_chunk(self.config, request, start, num_tokens)
         return num_drafts if num_tokens > num_drafts else 0
 
     def _blocks_needed(self, planned: PlannedAdmission) -> int:
-        """A lower bound on the number of blocks that must be free for an admission."""
+        """A lower bound on the number of blocks that must be free for an admission. Counts the
+        watermark, and blocks of KV-cache groups of full-attention layers. 0 if the request holds
+        blocks of which some may have been freed, because only the pool knows how many are left.
+        """
         terms = planned.terms
         if terms.holds_blocks and not self.config.only_grows:
             return 0

@@ -11,23 +11,28 @@ from services.scheduler.core.request import Request
 
 
 class EncoderCacheManager:
+    """Tracks which items have a cached output, and which requests use each output."""
+
     def __init__(self, cache_size: int) -> None:
         self._size = cache_size
         self.evicted: list[str] = []
+        """Items whose outputs were evicted since the last call of `take_evicted`."""
         self._empty()
 
     def _empty(self) -> None:
         self.num_free = self._size
+        """Free space, in embeddings."""
         self._users: dict[str, set[Request]] = {}
         """Maps the identifier of an item to the requests that use its output."""
         self._num_embeds: dict[str, int] = {}
         self._unused: dict[str, int] = {}
         """Maps items that no request uses to their sizes, the longest unused item first."""
         self.used_inputs: dict[Request, set[int]] = {}
+        """Maps a request to the indexes of the items that it uses."""
 
     @property
     def num_freeable(self) -> int:
-        """Space, in embeddings, that is free or is occupied by unused items."""
+        """Space, in embeddings, that is free or can be freed by evicting unused items."""
         return self.num_free + sum(self._unused.values())
 
     @property
@@ -75,7 +80,7 @@ class EncoderCacheManager:
         return True
 
     def make_room(self, num_embeds: int) -> bool:
-        """Evicts unused outputs until `num_embeds` fit."""
+        """Evicts unused outputs until `num_embeds` fit. Returns False if they cannot fit."""
         if num_embeds > self.num_freeable:
             return False
         while num_embeds > self.num_free:
@@ -111,7 +116,7 @@ class EncoderCacheManager:
         return [identifier for identifier in evicted if identifier not in self._users]
 
     def _free_input(self, request: Request, index: int) -> None:
-        """An item that occurs twice is freed twice."""
+        """Ends a request's use of one item. An item that occurs twice is freed twice."""
         inputs = self.used_inputs[request]
         inputs.remove(index)
         items: Sequence[EncoderInput] = request.encoder_inputs

@@ -15,10 +15,12 @@ class PrefillPacing:
 
     def __init__(self, interval: int) -> None:
         self.is_on = interval > 1
+        """False if every step may contain prompts."""
         self._interval = interval
         self._num_steps_between = interval
         """Number of decode-only steps since the last step with prompts."""
         self.left_waiting = False
+        """Whether the last step that could admit prompts left requests waiting."""
 
     def defers_prefills(self, running: RunningRequests, *, throttled: bool) -> bool:
         """Whether the next step schedules no prompts, because of `throttled` or the interval."""
@@ -28,8 +30,8 @@ class PrefillPacing:
         return any(not request.is_prefill_chunk for request in running)
 
     def planned(self, builder: StepBuilder) -> None:
-        """Must be called before the step's tokens count as computed. Tokens that a running request
-        computes again after a failed KV load do not count as a prompt.
+        """Counts a planned step. Must be called before the step's tokens count as computed. Tokens
+        that a running request computes again after a failed KV load do not count as a prompt.
         """
         if builder.plan.requests:
             has_prefills = any(

@@ -2,7 +2,9 @@
 
 Most running requests decode: each step computes one more token of each request. While nothing else
 about a request changes, it is on the *fast path*: steps schedule it without examining it, and do
-not update its attributes.
+not update its attributes. Its number of computed tokens is then the sum of `origin`, an attribute
+of the request, and a clock that all requests on the fast path share. Planning a step advances the
+clock, and so increases the number for each of them.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ _admission_number = attrgetter("admission_number")
 
 
 class RunningRequests:
-    """The running requests, in the order of their admission. A calendar (a timing wheel: Varghese
-    and Lauck, 1987) maps each step to the requests that leave the fast path before that step.
+    """The running requests, in the order of their admission. It is known in advance for how many
+    steps a request stays on the fast path. A calendar (a timing wheel: Varghese and Lauck, 1987)
+    maps each step to the requests that leave the fast path before that step.
     """
 
     def __init__(self) -> None:
@@ -57,6 +60,7 @@ class RunningRequests:
         self._off_fast_path.add(request)
 
     def remove(self, request: Request) -> None:
+        """Removes a request from the running requests and from the fast path."""
         self.leave_fast_path(request)
         self._off_fast_path.remove(request)
         index = self.index(request)
@@ -71,6 +75,7 @@ class RunningRequests:
         return [request for request in requests if self.index(request) >= begin]
 
     def take_due_off_fast_path(self) -> None:
+        """Removes requests from the fast path that must leave it before the next step."""
         if due := self._calendar.pop(self._clock.now, None):
             self._leave_fast_path(due)
 
@@ -89,6 +94,7 @@ class RunningRequests:
         self._off_fast_path.difference_update(requests)
 
     def leave_fast_path(self, request: Request) -> None:
+        """Removes a request from the fast path early, if the request is on it."""
         if request.is_on_fast_path:
             leaving = self._calendar[request.fast_path_end]
             leaving.remove(request)
@@ -97,6 +103,7 @@ class RunningRequests:
             self._leave_fast_path((request,))
 
     def _leave_fast_path(self, requests: Collection[Request]) -> None:
+        """Separates the requests' numbers of computed tokens from the shared clock."""
         for request in requests:
             request.origin += request.clock.now
             request.clock, request.is_on_fast_path = _STOPPED, False
@@ -108,6 +115,7 @@ class RunningRequests:
 
     @property
     def has_off_fast_path(self) -> bool:
+        """Whether the next step examines a request that is off the fast path."""
         return bool(self._off_fast_path)
 
     def skip(self, num_steps: int) -> None:

@@ -16,6 +16,10 @@ from services.scheduler.core.request import Request, RequestStatus
 
 
 class RunningScheduler:
+    """Divides a step's token budget among the running requests, and preempts requests if blocks are
+    missing. A request on the fast path (see `RunningRequests`) gets one token without examination.
+    """
+
     def __init__(self, state: ReplicaState, waiting_scheduler: WaitingScheduler) -> None:
         self._state = state
         self._running = state.running
@@ -33,8 +37,8 @@ class RunningScheduler:
         """
 
     async def schedule(self, builder: StepBuilder, traceparent: str) -> None:
-        """If blocks are missing, preempts a request, and resumes planning at the request that lacks
-        blocks.
+        """Divides the budget among the running requests and allocates their blocks. If blocks are
+        missing, preempts a request, and resumes planning at the request that lacks blocks.
         """
         begin, num_decided = 0, None
         while True:
@@ -50,7 +54,7 @@ class RunningScheduler:
 
     def update_after_schedule(self, builder: StepBuilder, steps: PlannedSteps) -> None:
         """Counts the tokens of a planned step as computed, so that the next step can be planned
-        while this step runs. `steps` are the earlier steps.
+        while this step runs. Puts requests on the fast path. `steps` are the earlier steps.
         """
         self._running.advance()
         if not builder.off_fast_path:
@@ -95,6 +99,7 @@ class RunningScheduler:
         This prevents a deadlock of two sessions (requests with several turns), if the next turn of
         each session needs blocks that the other session holds. If only the first waiting request
         holds blocks, and no session is between two turns, the first request itself is preempted.
+        Otherwise a session with state-space layers that holds all blocks would wait forever.
 
         Sessions between two turns keep their blocks. Nothing is preempted while KV transfers, steps
         in flight or pending operations are about to free blocks.
@@ -135,6 +140,11 @@ class RunningScheduler:
         """Schedules tokens of the running requests from index `begin` on, until the budget is used
         up. Returns the requests that may need more blocks for their tokens.
 
+        Only requests off the fast path are examined. Consecutive requests that need one token each
+        form a run, which is scheduled as a whole. An examined request is part of a run if it needs
+        one token and no encoder items, and if the budget suffices for one token of each later
+        request.
+
         After a preemption, `num_decided` is the number of tokens that were scheduled before for the
         request at `begin`. As in vLLM, the request gets no more than this number of tokens, and
         later requests can use the budget that the preempted request frees.
@@ -170,6 +180,9 @@ class RunningScheduler:
         return growing
 
     def _schedule_run(self, builder: StepBuilder, begin: int, end: int) -> None:
+        """Schedules one token of each running request from index `begin` up to, but not including,
+        `end`. The last requests get no token if the budget is smaller.
+        """
         if begin < end:
             last = min(end, begin + builder.token_budget)
             builder.schedule_one_token_each(self._running.between(begin, last))
@@ -181,7 +194,7 @@ class RunningScheduler:
     ) -> int:
         """Schedules up to `num_new` tokens of a request from position `start` on, within the step's
         token budget and the encoder's limits. If `aligns` is true, the chunk ends where a state of
-        recurrent layers can be cached.
+        recurrent layers can be cached. Returns the number of scheduled tokens.
         """
         num_new = min(num_new, builder.token_budget)
         if aligns:
@@ -202,7 +215,7 @@ class RunningScheduler:
         num_tokens = len(request.token_ids)
         num_new = num_tokens - num_computed
         if num_new <= 0:
-            # A step in flight samples the next, perhaps last, token.
+            # All known tokens are computed. A step in flight samples the next, perhaps last, token.
             if not self._feeds_forward or num_tokens + 1 >= request.max_num_tokens:
                 return 0
             num_new = 1
@@ -231,6 +244,9 @@ class RunningScheduler:
     def _grow(
         self, builder: StepBuilder, growing: Sequence[Request], traceparent: str
     ) -> Awaitable[Stop | None]:
+        """Allocates blocks for `growing`, and looks up cached prefixes of waiting requests. After a
+        preemption nothing is looked up, because the step then admits no request.
+        """
         looked_up: list[Request] = []
         if not builder.plan.preemptions and self._queues.has_queued:
             waiting = self._waiting_scheduler
@@ -239,6 +255,7 @@ class RunningScheduler:
         return self._kv_cache_manager.grow(builder, growing, leaving, looked_up, steps, traceparent)
 
     def _waits_for_blocks(self) -> bool:
+        """Whether to wait for blocks that transfers or steps will free, instead of preempting."""
         transfers, in_flight = self._state.transfers, self._state.steps.in_flight
         if transfers is None:
             return False
@@ -293,7 +310,8 @@ class RunningScheduler:
 def _moving(scheduled: Mapping[Request, int], steps: PlannedSteps) -> Collection[Request]:
     """The requests that must not be on the fast path, because they have more than one token in this
     step or in the steps in flight. Their sliding windows may move by more than one token in a step,
-    or drafts may be rejected.
+    or drafts may be rejected. `scheduled` maps each request of the step to its number of computed
+    tokens after the step.
     """
     num_in_flight = steps.num_tokens()
     return {

@@ -29,7 +29,7 @@ from services.scheduler.core.request import Request, RequestStatus
 class Scheduler(ReplicaState):
     """Plans the engine steps of one replica, with the same decisions as vLLM V1's scheduler.
     Allocates blocks in transactions with the kvpool service. Calls must not overlap, so only one
-    engine loop may use a scheduler.
+    engine loop may use a scheduler. The base class stores the running and the waiting requests.
     """
 
     def __init__(
@@ -86,6 +86,7 @@ class Scheduler(ReplicaState):
 
     @property
     def has_requests(self) -> bool:
+        """Whether a request runs, or could be admitted without waiting for an event."""
         if self.pause_mode is None:
             return bool(self.running) or self.queues.has_admissible
         if self.pause_mode is PauseMode.WAIT:
@@ -112,13 +113,14 @@ class Scheduler(ReplicaState):
     def end_turn(self, context: ContextId, tool: str, *, ends: bool = False) -> None:
         """Records which tool an agent runs after the request that left `context` (KV blocks for the
         agent's next request) in the pool. If `ends` is true, the agent sends no further request.
+        Does nothing if the context is unknown.
         """
         if self.retention is not None:
             self.retention.end_turn(context, tool, ends=ends)
 
     def add_chunk(self, session: Request, chunk: InputChunk | None) -> None:
         """Adds the next input of a session (a request with several turns) that has not ended. None
-        ends the session after its present turn.
+        ends the session: at once if it is between two turns, otherwise after its present turn.
         """
         if session.status is not RequestStatus.WAITING_FOR_CHUNK:
             session.chunks.append(chunk)
@@ -142,8 +144,9 @@ class Scheduler(ReplicaState):
     def grammar_compiled(
         self, request: Request, error: str = "", reason: FinishReason = FinishReason.ERROR
     ) -> None:
-        """A non-empty `error` means that the compilation failed. The request ends with `error` and
-        `reason` when a step tries to admit it.
+        """Records that the workers have compiled the grammar of a request. A non-empty `error`
+        means that the compilation failed. The request then ends with `error` and `reason` when a
+        step tries to admit it. Does nothing if the request has ended.
         """
         if request.is_finished:
             return
@@ -159,8 +162,9 @@ class Scheduler(ReplicaState):
 
     def admit_only(self, requests: Collection[Request] | None) -> None:
         """Allows only `requests` to be admitted, or all requests if it is None. All other requests
-        are held back, including requests that arrive later. Frees the blocks of waiting requests,
-        except blocks that a KV transfer is loading. Must not be called while a request runs.
+        are held back, including requests that arrive later. Queues all requests again, in the order
+        of arrival. Frees the blocks of waiting requests, except blocks that a KV transfer is
+        loading. Must not be called while a request runs.
         """
         if self.running:
             raise AssertionError("requests run that are to be held back")
@@ -246,12 +250,12 @@ class Scheduler(ReplicaState):
         return self._update.update(plan, output)
 
     def end_failed(self) -> list[Request]:
-        """Ends waiting requests that can never be admitted."""
+        """Ends waiting requests that can never be admitted. Returns them in order of arrival."""
         return self._update.end_failed()
 
     def preempt_all(self) -> list[Request]:
-        """Preempts and returns all running requests. Tokens that steps in flight sample for them
-        will be discarded.
+        """Preempts and returns all running requests. They are queued in their order of admission.
+        Tokens that steps in flight sample for them will be discarded.
         """
         self.steps.drop(list(self.running))
         return self._running_scheduler.preempt_all()
@@ -291,9 +295,11 @@ class Scheduler(ReplicaState):
         self.encoder_cache.reset()
 
     def _make_room(self) -> bool:
+        """Frees blocks that are kept for an ended request. Returns False if none are kept."""
         return self.retention is not None and self.retention.make_room()
 
     def _release(self, waiting: Iterable[Request]) -> None:
+        """Frees the blocks of waiting requests, whose tokens must then be computed again."""
         released = list(waiting)
         self.queues.release(released)
         for request in reversed(released):
@@ -310,6 +316,7 @@ class Scheduler(ReplicaState):
         )
 
     def _long_prefill_token_threshold(self) -> int:
+        """Limit on the tokens of each request in the step. 0 (no limit) if there is one request."""
         config, queues = self.config, self.queues
         num_requests = len(self.running) + len(queues.kv_waiting) + len(queues.waiting)
         if num_requests <= 1:
@@ -322,6 +329,7 @@ class Scheduler(ReplicaState):
     def _finish_step(
         self, builder: StepBuilder, wait_reason: WaitReason | None, *, computes: bool = True
     ) -> SchedulerOutput:
+        """Completes the plan. If `computes` is true, counts the step's tokens as computed."""
         plan = builder.plan
         plan.wait_reason = wait_reason
         plan.num_tokens = self.config.token_budget - builder.token_budget

@@ -1,6 +1,7 @@
 """Steady steps: every running request computes one token, and no request begins or ends.
 
-A simulation skips steady steps without planning them, because it can compute their outputs.
+A simulation skips steady steps without planning them, because it can compute their outputs. One
+transaction allocates and publishes (caches for prefix hits) the blocks of all skipped steps.
 """
 
 from bisect import bisect_right
@@ -40,6 +41,7 @@ def num_steady_steps(scheduler: Scheduler, plan: SchedulerOutput, max_num_blocks
             for num, slots in zip(computed, held, strict=True)
         )
 
+    # The steps of a request's last two tokens are not skipped.
     num_steps = max(0, longest - 2)
     if num_new_blocks(num_steps) <= max_num_blocks:
         return num_steps

@@ -19,13 +19,16 @@ class PlannedSteps:
         self.in_flight: list[SchedulerOutput] = []
         self.next_number = 0
         self.last_updated = -1
+        """Number of the last step whose output was applied."""
 
     def add(self, plan: SchedulerOutput) -> None:
+        """Counts a planned step, which is in flight from now on if it computes tokens."""
         self.next_number += 1
         if plan.requests:
             self.in_flight.append(plan)
 
     def updated(self, plan: SchedulerOutput) -> None:
+        """Records that the outputs of this step and of all earlier steps were applied."""
         self.last_updated = plan.step
         while self.in_flight and self.in_flight[0].step <= plan.step:
             del self.in_flight[0]
@@ -36,6 +39,7 @@ class PlannedSteps:
         self.last_updated += num_steps
 
     def forget(self) -> None:
+        """Removes the steps in flight, because their outputs will not arrive."""
         self.in_flight = []
         self.last_updated = self.next_number - 1
 
@@ -45,6 +49,7 @@ class PlannedSteps:
             plan.dropped |= set(plan.requests).intersection(requests)
 
     def drops(self, request: Request) -> bool:
+        """Whether a step in flight samples tokens of the request that will be discarded."""
         return any(request in plan.dropped for plan in self.in_flight)
 
     def last_awaited(self, request: Request) -> int | None:
@@ -63,19 +68,22 @@ class PlannedSteps:
 
 @dataclass(slots=True)
 class WaitingPrefixes:
+    """Results of looking up the prefixes of waiting requests in the pool and in a KV connector."""
+
     hits: dict[Request, int] = field(default_factory=dict)
     """Maps a request to its number of cached tokens, from its latest lookup."""
     external: dict[Request, int] = field(default_factory=dict)
     """Maps a request to the number of tokens after its hit that the KV connector loads."""
     divergent_hits: dict[Request, int] = field(default_factory=dict)
     """Maps a request to its number of tokens that full-attention layers have cached, even if other
-    layers have not.
+    layers have not. Empty if `config.hits_may_diverge` is false.
     """
     diverging: set[Request] = field(default_factory=set)
     """Requests whose entry in `hits` counts tokens that only full-attention layers have cached."""
     num_stored: dict[Request, int] = field(default_factory=dict)
     """Maps a session (a request with several turns) to its number of tokens whose keys and values
-    are stored, if steps of its last turn are in flight.
+    are stored, if steps of its last turn are in flight. Fewer tokens are stored than computed.
+    Sliding windows advance only past stored tokens.
     """
     published: set[BlockHash] = field(default_factory=set)
     """Hashes of blocks that this step's admissions publish (cache), so that later ones hit them."""
@@ -99,6 +107,7 @@ class WaitingPrefixes:
         return self._cut_hits.get(request, request.max_hit_tokens)
 
     def forget_hits(self) -> None:
+        """Removes all hits, because an admission may have changed them."""
         self.hits.clear()
         self._cut_hits.clear()
         self.divergent_hits.clear()
@@ -109,8 +118,9 @@ class PassingOver:
     """Decides which waiting requests a step skips (passes over).
 
     A request is skipped if it cannot be admitted in this step for a reason of its own, such as an
-    adapter that is not loaded. At a request that lacks blocks or budget, admission stops instead,
-    because requests behind it would use up the blocks or the budget.
+    adapter that is not loaded. It keeps its position in the queue, and requests behind it may be
+    admitted. At a request that lacks blocks or budget, admission stops instead, because requests
+    behind it would use up the blocks or the budget.
     """
 
     def __init__(
@@ -124,6 +134,7 @@ class PassingOver:
             self._adapters = {request.adapter_digest for request in running} - {b""}
 
     def copy(self) -> "PassingOver":
+        """A copy for planning admissions that may not succeed."""
         if self._max_loras is None:
             return self
         copy = PassingOver(self._max_loras, (), self._last_updated_step)
@@ -131,6 +142,7 @@ class PassingOver:
         return copy
 
     def reason(self, request: Request) -> WaitReason | None:
+        """Why a request is skipped. None if it may be admitted."""
         if request.status is RequestStatus.WAITING_FOR_CHUNK:
             return WaitReason.SESSION
         if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
@@ -151,7 +163,7 @@ class PassingOver:
 
 @dataclass  # without slots: cached properties are stored in the instance
 class StepBuilder:
-    """A step while it is planned."""
+    """A step while it is planned. Only `plan` is kept when planning is complete."""
 
     plan: SchedulerOutput
     token_budget: int
@@ -160,6 +172,7 @@ class StepBuilder:
     make_passing_over: Callable[[], PassingOver]
     make_encoder: Callable[[], StepEncoder]
     defers_prefills: bool = False
+    """Whether the step schedules no prompts, so that they wait for a later step."""
     off_fast_path: dict[Request, int] = field(default_factory=dict)
     """Maps scheduled requests that are not on the fast path (see `RunningRequests`) to their number
     of computed tokens after the step.
@@ -177,6 +190,7 @@ class StepBuilder:
 
     @cached_property
     def encoder(self) -> StepEncoder:
+        """Decides which prompt items (such as images) the encoder computes in the step."""
         return self.make_encoder()
 
     def cap(self, num_tokens: int) -> int:
@@ -205,8 +219,8 @@ class StepBuilder:
                 plan.draft_token_ids[request] = request.draft_token_ids[:num_drafts]
 
     def unschedule_from(self, request: Request) -> int:
-        """Removes a running request and all later requests from the step. Returns the number of
-        tokens that were scheduled for `request`.
+        """Removes a running request, and all requests that were scheduled after it, from the step.
+        Returns the number of tokens that were scheduled for the request.
         """
         index = self.plan.requests.index(request)
         num_tokens = self.plan.num_scheduled_tokens[index]

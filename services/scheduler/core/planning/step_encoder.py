@@ -12,6 +12,8 @@ from services.scheduler.core.request import Request
 
 @dataclass(slots=True)
 class EncoderDecision:
+    """Which tokens and items of a request a step computes."""
+
     num_tokens: int
     """Number of tokens that the step computes, at most `num_asked`."""
     budget: int
@@ -37,11 +39,12 @@ class StepEncoder:
     decisions: dict[Request, EncoderDecision] = field(default_factory=dict)
     """Decisions for running requests with items, in the order in which they were made."""
     kept: dict[Request, EncoderDecision] = field(default_factory=dict)
-    """Decisions for requests that lacked blocks."""
+    """Decisions for requests that lacked blocks. Planning uses them again after a preemption."""
     _marks: list[tuple[Request, int, EncoderCacheManager]] = field(default_factory=list)
     """The request, and the budget and the cache before the decision, for each decision in order."""
 
     def copy(self) -> "StepEncoder":
+        """A copy of the budget and the cache, for planning admissions that may not succeed."""
         return StepEncoder(self.config, self.cache.copy(), self.budget)
 
     def decide(self, request: Request, start: int, num_tokens: int) -> EncoderDecision:
@@ -88,11 +91,13 @@ class StepEncoder:
             self.cache.use_cached(request, index)
 
     def admit(self, request: Request, start: int, num_tokens: int) -> list[int]:
+        """Like `schedule`, for an admitted request. Returns the indexes of the items to compute."""
         decision = self.decide(request, start, num_tokens)
         self.allocate(request, decision)
         return decision.inputs
 
     def schedule(self, request: Request, num_computed: int, num_tokens: int) -> EncoderDecision:
+        """Decides on a running request's items. Reserves budget and cache space for them."""
         decision = self.kept.get(request)
         if decision is None:
             self._mark(request)
@@ -117,6 +122,7 @@ class StepEncoder:
             self.decide(request, request.num_computed_tokens, num_asked)
 
     def keep(self, request: Request) -> None:
+        """Keeps the decision for a request that lacks blocks, while another one is preempted."""
         if request in self.decisions:
             self.kept[request] = self.decisions[request]
             self._mark(request)
@@ -128,6 +134,7 @@ class StepEncoder:
             self.cache.free(request)
 
     def give_back(self, request: Request, inputs: Sequence[int]) -> None:
+        """Adds the embeddings of a preempted request's items to the budget again."""
         self.budget += sum(request.encoder_inputs[index].num_embeds for index in inputs)
 
     def _mark(self, request: Request) -> None:

@@ -26,7 +26,7 @@ class Transfers(Protocol):
 
     @property
     def is_busy(self) -> bool:
-        """Only the output of a step reports its end."""
+        """Whether a transfer is in progress. Only the output of a step reports its end."""
 
     @property
     def is_moving(self) -> bool:
@@ -42,13 +42,14 @@ class Transfers(Protocol):
     ) -> AdmissionPlan | None:
         """Looks up the prefix of a waiting request in the pool and the connector. Returns None if
         the request may be admitted now, and sets `builder.prefixes.external` to the number of
-        tokens to load within the step.
+        tokens to load within the step. Otherwise begins an asynchronous load or skips the request,
+        and returns a plan that contains this decision.
         """
 
     def promote(self, request: Request) -> bool:
         """If a load of the request has ended: makes the request ready for admission, publishes the
         blocks that were loaded, and returns True. If no block was loaded, frees all blocks of the
-        request.
+        request. If no load has ended, only returns False.
         """
 
     def admitted(
@@ -70,7 +71,7 @@ class Transfers(Protocol):
         """
 
     def planned(self, plan: SchedulerOutput) -> None:
-        """Adds the step's transfers to the plan."""
+        """Called when a step is fully planned. Adds the step's transfers to the plan."""
 
     # Called when the blocks of a request are freed
 
@@ -79,6 +80,8 @@ class Transfers(Protocol):
 
     def ended(self, request: Request, in_flight: Sequence[SchedulerOutput]) -> None:
         """Frees an ended request's blocks as soon as no transfer or step in flight uses them."""
+
+    # Called when the output of a step has arrived
 
     def take_failures(
         self,
@@ -102,11 +105,15 @@ class Transfers(Protocol):
         transfer uses them and no step in flight writes them.
         """
 
+    # Called when the pool or the workers are lost, or the connector is reset
+
     def forget(self) -> None:
         """Resets the state, because the pool, the workers and all transfers are lost."""
 
     def reset_cache(self) -> None:
         """Removes everything that the connector has stored. No request may hold blocks."""
+
+    # Called by the step log
 
     def record_answers(self) -> None:
         """Records the results of the connector's calls from now on. Planning depends on them."""

@@ -12,8 +12,9 @@ from services.scheduler.core.request import Request, RequestStatus
 class WaitingRequests:
     """The queues of a replica's waiting requests, each in the order of the scheduling policy.
 
-    Requests that hold blocks are in `kv_waiting`. A step skips (passes over) a request that it
-    could not admit even if all blocks and rows were free.
+    Requests that hold blocks are in `kv_waiting`. A step tries to admit them before the requests in
+    `waiting`. A step skips (passes over) a request that it could not admit even if all blocks and
+    rows were free. The request keeps its position in the queue.
     """
 
     def __init__(self, policy: SchedulingPolicy) -> None:
@@ -21,17 +22,20 @@ class WaitingRequests:
         self.kv_waiting: RequestQueue = policy.create_request_queue()
         self.waiting: RequestQueue = policy.create_request_queue()
         self.held_back: dict[Request, None] = {}
+        """Requests outside the queues, because `admitted_only` does not contain them."""
         self.admitted_only: Collection[Request] | None = None
         """The only requests that may be admitted in a fault search. None means all requests."""
         self.between_turns: dict[Request, None] = {}
-        """Sessions (requests with several turns) that wait for input, the longest waiting first."""
+        """Sessions (requests with several turns) that wait for input, the longest waiting first.
+        Each counts as a running request.
+        """
         self.passed_over: dict[Request, WaitReason] = {}
         """Maps skipped requests to the reason of the last skip. A request whose grammar or adapter
         must be prepared has an entry from its arrival on.
         """
         self._lost_blocks: dict[Request, None] = {}
         """Requests in `kv_waiting` that lost their blocks because the KV load of every block
-        failed.
+        failed. They keep their position until a step skips them.
         """
         self._passed_without_blocks: list[Request] = []
 
@@ -43,6 +47,7 @@ class WaitingRequests:
 
     @property
     def queued(self) -> Iterator[Request]:
+        """The requests that are not held back, in the order in which a step tries to admit them."""
         return chain(self.kv_waiting, self.waiting)
 
     @property
@@ -56,10 +61,12 @@ class WaitingRequests:
 
     @property
     def has_admissible(self) -> bool:
+        """Whether a queued request can be admitted without waiting for an event."""
         return any(not request.is_blocked for request in self.queued)
 
     @property
     def has_admissible_with_blocks(self) -> bool:
+        """Like `has_admissible`, for requests that hold blocks."""
         return any(not request.status.is_blocked for request in self.kv_waiting)
 
     def add(self, request: Request) -> None:
@@ -77,12 +84,14 @@ class WaitingRequests:
             self.held_back[request] = None
 
     def begin_turn(self, session: Request, chunk: InputChunk, max_model_len: int) -> None:
+        """Begins the next turn of a session that waits for input, and sorts the session's queue."""
         del self.between_turns[session]
         session.begin_turn(chunk, max_model_len)
         if session not in self.held_back:
             self.queue_of(session).reorder()
 
     def hold(self, request: Request) -> None:
+        """Moves a waiting request to `kv_waiting`, because blocks were allocated for it."""
         self.passed_over[request] = WaitReason.REMOTE_KV
         if request in self._lost_blocks:
             del self._lost_blocks[request]
@@ -99,6 +108,7 @@ class WaitingRequests:
             self._passed_without_blocks.append(request)
 
     def requeue_without_blocks(self) -> None:
+        """Moves requests that lost their blocks and were then skipped to the front of `waiting`."""
         for request in reversed(self._passed_without_blocks):
             del self._lost_blocks[request]
             self.kv_waiting.remove(request)
@@ -114,10 +124,11 @@ class WaitingRequests:
         self._passed_without_blocks.clear()
 
     def is_held_back(self, request: Request) -> bool:
+        """Whether a request in `kv_waiting` must not be admitted now."""
         return self.admitted_only is not None and request not in self.admitted_only
 
     def remove(self, request: Request) -> None:
-        """Must be called before the request's blocks are freed."""
+        """Removes a request. Must be called before the request's blocks are freed."""
         self.between_turns.pop(request, None)
         self.passed_over.pop(request, None)
         if request in self.held_back:
@@ -132,6 +143,7 @@ class WaitingRequests:
         self.waiting.put_in_order()
 
     def queue_of(self, request: Request) -> RequestQueue:
+        """The queue of a request that is not held back."""
         holds_blocks = request.holds_blocks or request in self._lost_blocks
         return self.kv_waiting if holds_blocks else self.waiting
 

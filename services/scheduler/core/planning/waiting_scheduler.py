@@ -21,7 +21,7 @@ _BLOCKS_LACK = {
 
 
 class WaitingScheduler:
-    """Admits waiting requests to a step."""
+    """Admits waiting requests to a step. The cached prefix of a prompt counts as computed."""
 
     def __init__(self, state: ReplicaState) -> None:
         self._state = state
@@ -62,8 +62,9 @@ class WaitingScheduler:
         return self._why_others_wait(builder)
 
     def _batches(self, builder: StepBuilder) -> Iterator[list[Request]]:
-        """With a KV connector, each list contains one request, because each admission may change
-        how many tokens the connector can load for the next request.
+        """Yields lists of waiting requests whose admissions are planned together. With a KV
+        connector, each list contains one request, because each admission may change how many tokens
+        the connector can load for the next request.
         """
         if self._transfers is None:
             while candidates := self.candidates(builder):
@@ -77,6 +78,7 @@ class WaitingScheduler:
     async def _carry_out(
         self, builder: StepBuilder, planned: AdmissionPlan, traceparent: str
     ) -> WaitReason | None:
+        """Executes planned admissions with the pool. Returns why admission must stop, or None."""
         if not planned.admissions:
             self._decide(builder, planned, ())
             self._refuse(builder, planned.refused)
@@ -103,6 +105,7 @@ class WaitingScheduler:
         return None
 
     def _why_others_wait(self, builder: StepBuilder) -> WaitReason | None:
+        """Why requests still wait although the step can examine no further request."""
         first = next(self._queues.queued, None)
         if first is None:
             return WaitReason.HELD_BACK if self._queues.held_back else None
@@ -116,11 +119,14 @@ class WaitingScheduler:
 
     @property
     def _looked_at(self) -> Iterable[Request]:
+        """Requests that may be admitted. During a pause, only requests that hold blocks."""
         return self._queues.queued if self._state.pause_mode is None else self._queues.kv_waiting
 
     def candidates(self, builder: StepBuilder) -> list[Request]:
         """The first requests of the queue, as many as the free rows of the batch, the token budget
-        and `LOOKUP_BATCH` allow. Requests that this step has already skipped are left out.
+        and `LOOKUP_BATCH` allow. Requests that this step has already skipped are left out. Requests
+        that it will skip are included, so that the plan records the reason, but do not count toward
+        the limits.
         """
         candidates: list[Request] = []
         num_ready = min(self._state.num_free_slots, builder.token_budget, LOOKUP_BATCH)
@@ -134,8 +140,8 @@ class WaitingScheduler:
         return candidates
 
     def not_looked_up(self, builder: StepBuilder, candidates: Sequence[Request]) -> list[Request]:
-        """A candidate that holds blocks needs no lookup: its computed tokens become its prefix hit,
-        so only other candidates are returned.
+        """The candidates whose cached prefix must be looked up. A candidate that holds blocks needs
+        no lookup: its computed tokens become its prefix hit.
         """
         not_looked_up: list[Request] = []
         for request in candidates:
@@ -150,7 +156,9 @@ class WaitingScheduler:
     def _decide(
         self, builder: StepBuilder, planned: AdmissionPlan, admitted: Sequence[BlockTables]
     ) -> None:
-        """`admitted` contains the block tables of the admissions that succeeded, in order."""
+        """Applies the decisions before the first admission that got no blocks. `admitted` contains
+        the block tables of the admissions that succeeded, in order.
+        """
         tables = iter(admitted)
         for decision in planned.decisions:
             if isinstance(decision, PassedOver):
@@ -166,7 +174,7 @@ class WaitingScheduler:
         self._queues.pass_over(request, reason)
         if passed.num_asked:
             builder.encoder.decide(request, passed.num_computed_tokens, passed.num_asked)
-        if request.grammar is GrammarStatus.FAILED:
+        if request.grammar is GrammarStatus.FAILED:  # even if `error` is empty
             builder.failed[request] = request.error
         elif passed.error:
             builder.failed[request] = passed.error

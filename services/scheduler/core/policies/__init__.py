@@ -23,13 +23,15 @@ POLICIES: dict[str, type[SchedulingPolicy]] = {
 }
 
 POLICY_SETTINGS = (*PROGRAM_SETTINGS, *RETENTION_SETTINGS)
+"""The fields of SchedulerConfig that only some policies use."""
 
 _MEMBERS = "uses_priority", "create_request_queue", "victim"
 check_policy = one_of_or_class(POLICIES, *_MEMBERS)
+"""Returns an error text if its argument names no policy, otherwise None."""
 
 
 def find_policy(name: str) -> type[SchedulingPolicy]:
-    """Raises InvalidArgument if there is none."""
+    """The class of the policy of this name. Raises InvalidArgument if there is none."""
     if complaint := check_policy(name):
         raise InvalidArgument(f"policy {complaint}, not {name!r}", field="policy")
     return POLICIES.get(name) or load_class(name, *_MEMBERS)
@@ -45,13 +47,13 @@ def unused_settings(name: str, given: Collection[str]) -> list[str]:
 
 def retains_contexts(name: str) -> bool:
     """Whether a policy decides which contexts (KV blocks of ended requests of agents) stay cached
-    (attribute `retains_contexts` of its class).
+    (attribute `retains_contexts` of its class). Raises InvalidArgument for an unknown policy.
     """
     return bool(getattr(find_policy(name), "retains_contexts", False))
 
 
 def holds_ended(name: str) -> bool:
     """Whether ended requests may keep their blocks under a policy (attribute `holds_ended` of its
-    class).
+    class). Raises InvalidArgument for an unknown policy.
     """
     return bool(getattr(find_policy(name), "holds_ended", False))

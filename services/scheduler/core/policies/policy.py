@@ -28,7 +28,7 @@ class RequestQueue(Protocol):
         """Sorts the requests by the present values of their attributes."""
 
     def remove(self, request: Request, /) -> None:
-        """Raises ValueError if it is not in the queue."""
+        """Removes a request. Raises ValueError if it is not in the queue."""
 
     def __iter__(self) -> Iterator[Request]: ...
 
@@ -37,10 +37,13 @@ class RequestQueue(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PolicyParts:
+    """The arguments of a policy's constructor."""
+
     config: SchedulerConfig
     clock: Callable[[], float]
     """Returns the time of a monotonic clock, in seconds."""
     step_costs: StepCosts
+    """Estimates how long steps take."""
     release: Callable[[RequestKey], None] = lambda _key: None
     """Frees the blocks of a request in `Retention.held` with the next pool transaction."""
 

@@ -28,9 +28,9 @@ def _rank(request: Request) -> tuple[int, float, str]:
 
 
 class PriorityRequestQueue(list[Request]):
-    """Waiting requests, sorted by (priority, arrival time, id), the smallest first. A sorted list
-    is faster than a heap, because a heap makes more comparisons, and Python code compares the
-    requests.
+    """Waiting requests, sorted by (priority, arrival time, id), the smallest first. Preempted
+    requests are treated like others. A sorted list is faster than a heap, because a heap makes more
+    comparisons, and Python code compares the requests.
     """
 
     def add(self, request: Request, /) -> None:
@@ -55,6 +55,7 @@ class PriorityRequestQueue(list[Request]):
 
 
 def _layout(count: int) -> list[int]:
+    """A heap into which the indexes below `count` were pushed in reverse order, as a list."""
     heap: list[int] = []
     for index in reversed(range(count)):
         heappush(heap, index)
@@ -62,5 +63,6 @@ def _layout(count: int) -> list[int]:
 
 
 def _given_out(heap: list[Request]) -> list[Request]:
+    """The requests of a heap, which may contain one misplaced request, in popping order."""
     ranked = [(_rank(request), index, request) for index, request in enumerate(heap)]
     return [heappop(ranked)[2] for _ in heap]

@@ -1,7 +1,7 @@
 """The programs that a scheduler knows, and their contexts.
 
-A program is the requests of one run of an agent. Each request is a turn. A context is the blocks
-that an ended turn leaves in the pool.
+A program is the requests of one run of an agent. Each request is a turn. Between two turns, in a
+pause, a tool runs. A context is the blocks that an ended turn leaves in the pool.
 """
 
 from collections import OrderedDict
@@ -32,15 +32,21 @@ class Program:
     arrived: float
     tenant: bytes = b""
     weight: float = 1.0
+    """The tenant's weight when blocks of contexts are divided among tenants."""
     label: str = ""
+    """The id that the client gave the program, or # and a number."""
     last_active: float = 0.0
+    """The time at which a turn of the program last ended."""
     name: "ProgramName | None" = None
-    """The client's name for the program."""
+    """The client's name for the program. None if it gave none."""
     parent: "Program | None" = None
     num_children: int = 0
+    """Number of programs that this program started and that have not ended."""
     depth: int = 0
     num_turns: int = 0
+    """Number of turns that have arrived."""
     num_running: int = 0
+    """Number of turns that have arrived and have not ended."""
     num_tokens: int = 0
     """Number of tokens of ended turns that were not cached, including output tokens."""
     has_ended: bool = False
@@ -64,6 +70,7 @@ class Context:
     num_prompt_tokens: int = 0
     tool: str = ""
     traceparent: str = ""
+    """The `traceparent` of the turn that left this context."""
     num_blocks: int = 0
     """Number of the context's blocks that are still cached, as last reported by the pool."""
     num_own_blocks: int = 0
@@ -71,8 +78,9 @@ class Context:
     returned_at: float | None = None
     """The time at which the next turn arrived. None during the pause."""
     num_turns: int = 1
-    """Number of turns so far in the conversation."""
+    """Number of turns so far in the conversation. A program has several if its turns overlap."""
     began: float = 0.0
+    """The time at which the conversation's first turn arrived."""
     keep_seconds: int = 0
     """How long, from the end of the turn, the client wants the context to be kept."""
 
@@ -82,6 +90,7 @@ class Context:
         return CHILD if self.program.num_children else self.tool
 
     def paused_program(self, now: float) -> PausedProgram:
+        """A description of the program and its pause, for views."""
         program = self.program
         return PausedProgram(
             program.label,
@@ -94,6 +103,7 @@ class Context:
         )
 
     def describe(self, request: Request, now: float) -> None:
+        """Describes the pause that a request's arrival ends, in the request's `program_turn`."""
         turn = request.program_turn
         assert turn is not None
         turn.tool, turn.pause_seconds = self.reason, now - self.paused_at
@@ -109,6 +119,8 @@ ProgramName = tuple[bytes, bytes, str, str]
 
 
 class NamedPrograms:
+    """The programs that clients name."""
+
     def __init__(self, most: int) -> None:
         """If there are more than `most` programs, the longest idle programs are forgotten."""
         self._most = most
@@ -119,7 +131,7 @@ class NamedPrograms:
         return len(self._programs)
 
     def find(self, request: Request) -> Program | None:
-        """The program that a request names."""
+        """The program that a request names. None if it names no known program."""
         name = _name_of(request)
         program = None if name is None else self._programs.get(name)
         return None if program is None or program.has_ended else program
@@ -159,11 +171,12 @@ class NamedPrograms:
 
 
 def _may_start(parent: Program, child: Program) -> bool:
-    """Programs must not be their own ancestors."""
+    """Whether `parent` can be the parent of `child`. Programs must not be their own ancestors."""
     return parent.depth < _MAX_DEPTH and not _descends(parent, child)
 
 
 def _descends(program: Program | None, ancestor: Program) -> bool:
+    """Whether a program is `ancestor`, or was started by it, directly or indirectly."""
     while program is not None:
         if program is ancestor:
             return True
@@ -182,15 +195,18 @@ class KnownPrograms:
     """All programs. A request belongs to a program if it names the program, or if it begins with
     the tokens of one of the program's contexts.
 
-    The prompt's hash is needed because many chat templates change an answer in the next prompt:
-    they leave out the reasoning, or write tool calls with other spaces.
+    A context is found by the hash of its last full block, or of the last full block of its turn's
+    prompt. The prompt's hash is needed because many chat templates change an answer in the next
+    prompt: they leave out the reasoning, or write tool calls with other spaces.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._idle_seconds = config.program_idle_seconds
         self._most = config.max_num_programs
         self._paused: dict[ContextId, Context] = {}
+        """Contexts whose next turn has not arrived, except those in `_kept`, oldest first."""
         self._kept: dict[ContextId, Context] = {}
+        """Contexts that clients want to be kept longer than `_idle_seconds`, oldest first."""
         self._by_hash: dict[BlockHash, Context] = {}
         self._next_id = 1
         self._num_begun = 0
@@ -219,7 +235,9 @@ class KnownPrograms:
         request begins.
 
         If the request names a known program, only contexts of this program are considered. If it
-        names an unknown program, contexts of programs without a name are considered.
+        names an unknown program, contexts of programs without a name are considered. In this case,
+        contexts of other names are considered, too, if the request contains them as a whole,
+        because the client then seems to give each turn another name.
         """
         program, declared = self._named.find(request), request.program
         is_named = declared is not None and bool(declared.id)
@@ -229,7 +247,7 @@ class KnownPrograms:
                 continue
             is_whole = one == context.last_hash
             if not is_whole and request.num_tokens <= context.num_prompt_tokens:
-                continue
+                continue  # not a next turn: the client has sent the turn's prompt again
             theirs = context.program
             is_free = theirs.name is None or (
                 is_whole
@@ -252,8 +270,9 @@ class KnownPrograms:
     def pause(
         self, request: Request, program: Program, now: float, block_size: int
     ) -> tuple[Context, Context | None]:
-        """Returns the context that the request left. If an older context has the same last block,
-        ends its pause, and returns it, too.
+        """Begins the pause after an ended request that has a published block (cached for prefix
+        hits). Returns the context that the request left. If an older context has the same last
+        block, ends its pause, and returns it, too.
         """
         hashes, num_in_prompt = request.block_hashes, request.num_prompt_tokens // block_size
         context = Context(
@@ -295,7 +314,8 @@ class KnownPrograms:
 
     def idle(self, now: float) -> Iterator[Context]:
         """Yields the contexts whose pause exceeds the limit: `_idle_seconds`, or MAX_KEEP_SECONDS
-        if the client wants a longer time. The caller must end the pause of each yielded context.
+        if the client wants a longer time. If there are too many contexts, also yields the oldest.
+        The caller must end the pause of each yielded context.
         """
         for of, limit in (self._paused, self._idle_seconds), (self._kept, MAX_KEEP_SECONDS):
             while of:
@@ -305,7 +325,7 @@ class KnownPrograms:
                 yield context
 
     def end(self, program: Program) -> list[Context]:
-        """Ends the pauses of the program's contexts, too. Returns the contexts."""
+        """Ends a program and the pauses of its contexts. Returns the contexts."""
         program.has_ended = True
         self._named.remove(program)
         if program.parent is not None:

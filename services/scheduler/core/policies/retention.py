@@ -12,7 +12,9 @@ from services.scheduler.core.request import Request
 
 
 class Retention(Protocol):
-    """Decides which contexts stay in the pool, and which requests may evict their blocks."""
+    """Decides which contexts stay in the pool, and which requests may evict their blocks. The
+    scheduler calls the methods at each event that concerns a request.
+    """
 
     def check(self, request: Request) -> None:
         """Raises InvalidArgument if a request contradicts what is known of its program."""
@@ -41,7 +43,7 @@ class Retention(Protocol):
         """Called before each step is planned. Releases `held` requests whose time is over."""
 
     def make_room(self) -> bool:
-        """Releases a `held` request, because blocks are missing."""
+        """Releases a `held` request, because blocks are missing. Returns False if there is none."""
 
     def release_all(self) -> None:
         """Releases all `held` requests, because every block must become free."""
@@ -59,7 +61,9 @@ class Retention(Protocol):
         """Sets in `terms` which blocks an admission beside `num_running` requests may use."""
 
     def held_up(self, num_running: int) -> str:
-        """Returns a text that explains which context is kept, and why."""
+        """Called when only kept contexts have prevented the admission of the next request. Returns
+        a text that explains which context is kept, and why.
+        """
 
     def paused(self, most: int, now: float) -> list[PausedProgram]:
         """At most `most` programs that pause between two turns, the latest pause first. Must use
@@ -71,7 +75,7 @@ class Retention(Protocol):
 
 
 class NoRetention:
-    """A Retention that keeps no blocks."""
+    """A Retention that keeps no blocks. Policies override the methods that they need."""
 
     @property
     def held(self) -> Collection[RequestKey]:

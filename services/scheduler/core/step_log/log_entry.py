@@ -52,14 +52,15 @@ If the policy decides about contexts (KV blocks of ended requests), as the polic
 entries have two further fields. `now` is the time of a monotonic clock in seconds. Each `schedule`
 has `now`, and other calls have it if the policy read the clock. `observed_steps` of a `schedule`
 lists the steps whose durations became known before the call: number of requests, number of tokens,
-seconds.
+seconds. The ids of new contexts are not logged, because a replay numbers contexts in the same way.
 
 If the scheduler queried a KV connector during a call, the field `connector` of the entry lists the
 results in order. There are three kinds of results: the number of tokens that can be loaded and
 whether they are loaded between steps (null if not known yet); whether blocks of an ended request
 are still read; whether transfers will free blocks.
 
-A block table is a list of block ids for each KV-cache group. A reset of the prefix cache that
+A block table is a list of block ids for each KV-cache group. When an operator pauses the engine,
+entries of `abort` and `flush` follow the entry of the pause. A reset of the prefix cache that
 preempts requests is recorded as preempt_all and reset_prefix_cache. VERSION increases with every
 change that makes older logs unreadable. Logs with `now` have TIMED_VERSION.
 """

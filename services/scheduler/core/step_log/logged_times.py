@@ -35,6 +35,6 @@ class CallClock:
         return self._now
 
     def take(self) -> float | None:
-        """Returns the time that it read, or None if it read none."""
+        """Ends a call of the scheduler. Returns the time that it read, or None if it read none."""
         now, self._now = self._now, None
         return now

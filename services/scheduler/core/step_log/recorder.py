@@ -40,7 +40,9 @@ class RecordingScheduler(Scheduler):
     """A scheduler that calls `record` with an entry for each call of its methods.
 
     If a call fails because the pool was lost, its entry has the field `lost_after`: the number of
-    transactions that the pool executed during the call.
+    transactions that the pool executed during the call. If a KV connector was queried, the entry
+    has the field `connector`. If the policy read the clock, which stands still during a call, the
+    entry has the field `now`.
 
     If the policy decides about contexts (KV blocks of ended requests), it receives the durations of
     steps only when the next step is planned, so that the entry of this call can list the durations.
@@ -61,6 +63,7 @@ class RecordingScheduler(Scheduler):
             self.transfers.record_answers()
         self._pass_entry = record
         self._observed: list[ObservedStep] = []
+        """Steps whose durations the policy received in the present call."""
         self._policy_costs = self.step_costs
         self._noted_costs = None if self.retention is None else NotedCosts()
         if self._noted_costs is not None:
@@ -81,6 +84,7 @@ class RecordingScheduler(Scheduler):
         self._pass_entry(entry)
 
     def _pass_times(self) -> None:
+        """Passes the durations of steps to the policy, and reads the clock for the entry."""
         if self._noted_costs is not None:
             self._observed = self._noted_costs.take()
             for observed in self._observed:

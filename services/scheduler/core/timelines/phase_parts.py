@@ -9,7 +9,7 @@ from typing import NamedTuple
 from services.common.telemetry.time_parts import TimePart, part_of_reason
 
 MAX_WAITS = 16
-"""Limit on the number of waits in a phase."""
+"""Limit on the number of waits in a phase. If there are more, neighbouring waits are merged."""
 RETAINED = "retained"
 """The wait reason for which `holder` is a text and not the id of a request."""
 MAX_CHUNKS = 32
@@ -31,16 +31,19 @@ class ReasonStart(NamedTuple):
 
 @dataclass(slots=True)
 class Wait:
+    """A part of a phase in which the request waits for one or (after a merge) several reasons."""
+
     start: int
     end: int
     reasons: dict[str, int]
     """Maps each reason to the nanoseconds for which the request waited for it."""
     step: int | None = None
     holder: str = ""
-    """See `ReasonStart`."""
+    """See `ReasonStart`. After a merge, `step` and `holder` are those of the longest wait."""
 
     @property
     def reason(self) -> str:
+        """The reason for which the request waited longest."""
         return max(self.reasons, key=self.reasons.__getitem__)
 
     def merge(self, later: "Wait") -> None:
@@ -75,6 +78,7 @@ class Chunk:
     num_step_tokens: int
     """Number of tokens of all requests in the step, or in all merged steps together."""
     num_requests: int
+    """Number of requests in the step, or the largest such number of the merged steps."""
     compute_nanos: int
     """Time in which the workers computed the step for all its requests."""
     wait_nanos: int = 0
@@ -95,6 +99,7 @@ class Chunk:
 
 
 def merged_waits(waits: list[Wait]) -> list[Wait]:
+    """Merges neighbouring waits, so that at most MAX_WAITS remain."""
     size = max(1, -(-len(waits) // MAX_WAITS))
     for begin in range(0, len(waits), size):
         for later in waits[begin + 1 : begin + size]:

@@ -1,5 +1,6 @@
-"""The timeline of a request at a replica: phases that follow each other without a gap. Spans are
-created from the timeline only if the request is traced. Times are Unix nanoseconds.
+"""The timeline of a request at a replica: phases that follow each other without a gap. Every
+request has a timeline, which stores only a few numbers for each phase. Spans are created from the
+timeline only if the request is traced. Times are Unix nanoseconds. `now` is the present time.
 """
 
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from services.scheduler.core.timelines.phase_parts import (
 )
 
 MAX_PHASES = 64
-"""Limit on the number of phases."""
+"""Limit on the number of phases. Above it, the oldest phases after the queue phase are merged."""
 
 
 class PhaseKind(Enum):
@@ -36,6 +37,7 @@ class PhaseKind(Enum):
     PREFILL = "prefill"
     """Tokens are computed until a token can be sampled, after an admission or interruption."""
     DECODE = "decode"
+    """Output tokens are sampled."""
     PREEMPTED = "preempted"
     """The request's blocks were freed, and it waits for its next admission."""
     RECOVERY = "recovery"
@@ -56,10 +58,11 @@ _UNEXPLAINED = {
     PhaseKind.PAUSE: "pause",
     PhaseKind.SEVERAL: "other",
 }
+"""Maps kinds of phases to the name of the time part that contains all time outside of waits."""
 
 
 class StepTotals(NamedTuple):
-    """Sums over all steps of the engine so far."""
+    """Sums over all steps of the engine so far. A phase's sums are the difference of two totals."""
 
     num_steps: int = 0
     nanos: int = 0
@@ -86,7 +89,10 @@ NO_STEPS = StepTotals()
 
 @dataclass(frozen=True, slots=True)
 class Interruption:
+    """Why a request stopped running before its end."""
+
     kind: PhaseKind
+    """The kind of the phase that the interruption begins."""
     cause: str
     step: int | None = None
     """Number of the step whose planning interrupted the request, if planning did."""
@@ -111,7 +117,7 @@ class Phase:
     num_output_tokens: int = 0
     """Number of output tokens before the phase. When it has ended, the number in the phase."""
     totals: StepTotals = NO_STEPS
-    """While the phase is open, the totals at its start. After its end, the sums over its steps."""
+    """While the phase is open, the totals at its start; afterwards, the sums over its steps."""
     behind: StepTotals = NO_STEPS
     """The sums over the steps of the phase that did not contain the request."""
     max_requests: int = 0
@@ -125,6 +131,7 @@ class Phase:
         return self.end - self.start
 
     def time_parts(self) -> list[TimePart]:
+        """The duration of an ended phase, divided into parts by cause."""
         parts = list(self.merged_parts)
         if self.kind not in (PhaseKind.PREFILL, PhaseKind.DECODE):
             for wait in self.parts:
@@ -153,6 +160,7 @@ class RequestTimes(NamedTuple):
     interrupted_nanos: int
     """Time, within `prefill_nanos` and `decode_nanos`, in which the request did not run."""
     queued_unix_nanos: int
+    """Time at which the request arrived."""
     parts: tuple[TimePart, ...] = ()
     """The total time, divided into parts by cause."""
 
@@ -164,10 +172,11 @@ class Timeline:
     queued: int
     phases: list[Phase] = field(init=False)
     current: Phase = field(init=False)
+    """The last phase, which is open until `finish` is called."""
     admitted: int | None = None
-    """Time of the first admission."""
+    """Time of the first admission. None before it."""
     first_token: int | None = None
-    """Time at which the first token arrived."""
+    """Time at which the first token arrived. None before it."""
     interrupted_nanos: int = 0
     """Time after the first admission in which the request did not run."""
 
@@ -190,14 +199,14 @@ class Timeline:
         return self.current
 
     def admit(self, step: int, now: int) -> None:
-        """`step` is the first step that computes tokens after the admission."""
+        """Begins the prefill after an admission. `step` is the first step that computes tokens."""
         if self.admitted is None:
             self.admitted = now
         self.enter(PhaseKind.PREFILL, now).first_step = step
 
     def wait(self, changes: Sequence[ReasonStart], now: int) -> None:
         """Adds waits for the reasons `changes` to the open phase, from its last part to `now`."""
-        if len(changes) == 1:
+        if len(changes) == 1:  # fast path for most phases
             start, (_, reason, step, holder) = self.covered_until, changes[0]
             if now > start:
                 self.current.parts.append(Wait(start, now, {reason: now - start}, step, holder))
@@ -228,7 +237,7 @@ class Timeline:
         self._end_phase(now)
 
     def times(self) -> RequestTimes:
-        """Only valid after `finish`."""
+        """The request's total time, divided into parts. Only valid after `finish`."""
         end = self.current.end
         admitted = end if self.admitted is None else self.admitted
         first_token = end if self.first_token is None else self.first_token

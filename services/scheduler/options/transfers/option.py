@@ -19,6 +19,8 @@ from services.scheduler.options.transfers.worker_messages import TierLoads
 
 
 class TierCollector(Collector):
+    """Collects the counters of the tier's KV connector, which are 0 without a connector."""
+
     def __init__(self, connector: OffloadingConnector | None) -> None:
         self._connector = connector
 

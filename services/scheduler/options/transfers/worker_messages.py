@@ -17,13 +17,14 @@ from services.scheduler.options.transfer_option import TransferMessages
 
 class TierLoads(TransferMessages):
     """Adds stores (copies to the tier) and loads (from the tier) to the messages to the workers,
-    and collects the ends of loads. A block is invalid (not loaded) if any rank reports it as
-    invalid.
+    and collects the ends of loads. A load has ended when every rank has reported its end. A block
+    is invalid (not loaded) if any rank reports it as invalid.
     """
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._blocks: dict[int, frozenset[int]] = {}
+        """Maps each request with a load in progress to the KV blocks of the load."""
         self._reported: dict[int, set[str]] = {}
         """Maps each request with a load in progress to the ranks that have reported its end."""
         self._invalid: dict[int, set[int]] = {}

@@ -1,9 +1,10 @@
 """Paged attention through xFormers, for CUDA.
 
 For each layer of a KV-cache group the cache has one pool of keys and one of values, [num_blocks *
-block_size, num_kv_heads, head_dim], with a row for each slot. A call computes lanes: one or more
-queries of a request, over one range of the request's keys. The calls of a step are built once for
-all layers of a group with equal attention parameters:
+block_size, num_kv_heads, head_dim], with a row for each slot. New keys and values are written
+first, so that an attention call reads all keys through the block tables. A call computes lanes: one
+or more queries of a request, over one range of the request's keys. The calls of a step are built
+once for all layers of a group with equal attention parameters:
 
 * Decodes are one call with one query in each lane. The kernel is compiled for the call's shape.
   Therefore lanes without keys are appended until the number of lanes is a power of two, and block
@@ -109,7 +110,7 @@ class XformersPagedAttention:
             blocks.index_fill_(1, cleared, 0)
 
     def decode_step(self, num_decodes: int) -> "DecodeStep":
-        """Returns a step for `num_decodes` or more."""
+        """Returns a step for `num_decodes` or more. There is one object for each power of two."""
         num_lanes = bucket(num_decodes)
         if num_lanes not in self._decodes:
             calls = {at: kind.decodes(num_lanes) for at, kind in self._kinds.items()}

@@ -1,8 +1,10 @@
 """Cuts chunks of tokens into lanes (groups of queries) of equal length, for attention calls.
+Computes only indexes.
 
 In a causal call of xFormers' paged kernel all lanes have the same number of queries, at most 16. A
 chunk is cut into lanes of this size. It is padded at the front, so that the last query of each lane
-is not padding.
+is not padding. A lane attends to the keys up to its last query, through the chunk's block table.
+The outputs of padding queries are discarded.
 """
 
 from dataclasses import dataclass
@@ -75,9 +77,7 @@ def bucket(count: int) -> int:
 
 
 def largest_lane(window: int | None) -> int:
-    """The largest power of two of queries in a lane such that the keys of all its queries are in
-    the lane's range of keys.
-    """
+    """The largest number of queries in a lane, a power of two, whose own keys are in its range."""
     if window is None or window >= MOST_QUERIES:
         return MOST_QUERIES
     return 1 << (window.bit_length() - 1)
@@ -122,9 +122,10 @@ def seen_by_some(ends: Int32Array, window: int, size: int) -> KeyRanges:
 def num_splits(num_lanes: int, num_kv_heads: int, num_keys: int, num_processors: int) -> int:
     """The number of parts into which a lane's keys are split, so that all processors have work.
 
-    `num_keys` is the number of keys of a whole block table, not of a sequence. A call's scratch
-    memory is proportional to the number of parts. With the number that xFormers would choose, it
-    can be gigabytes.
+    The number is the smallest power of two that results in two programs for each processor, limited
+    by the number of keys. `num_keys` is the number of keys of a whole block table, not of a
+    sequence. A call's scratch memory is proportional to the number of parts. With the number that
+    xFormers would choose, it can be gigabytes.
     """
     programs, splits = num_lanes * num_kv_heads, 1
     if programs >= ENOUGH_PROGRAMS:

@@ -63,7 +63,8 @@ class LayerKind:
         return DecodeCall(self.device, self._window, size, tables, bias, attend)
 
     def chunks(self, layout: StepLayout, *, flash: bool) -> Call:
-        """Returns a call for the layout's chunks, whose queries follow the decodes. With `flash`,
+        """Returns a call for the layout's chunks, whose queries follow the decodes. Queries are
+        gathered into lanes, and the outputs of lanes are reordered by token. With `flash`,
         FlashAttention 3 computes each chunk as one lane.
         """
         first = layout.num_decodes
@@ -85,6 +86,9 @@ class LayerKind:
         return attend
 
     def _of_lanes(self, chunks: SubChunks, tables: torch.Tensor) -> Call:
+        """Returns a call for lanes of chunks. Without a window, a lane attends to all keys up to
+        its end. With a window, it attends to the keys in its queries' windows.
+        """
         ops, window = self.ops, self._window
         operator = ops.split_k(self._splits(len(chunks.ends)))
         if window is None:
@@ -127,6 +131,7 @@ class DecodeCall:
     place.
 
     The kernel computes `size` queries in a lane. All queries of a lane except the last are padding.
+    `attend` calls the kernel with `bias`, which refers to the lengths and tables.
     """
 
     device: Device

@@ -15,7 +15,7 @@ from xformers.ops.fmha import attn_bias, common, flash3, triton_splitk
 from services.worker.backends.attention import AttentionLayer
 
 Bias = Any
-"""xFormers' description of the keys of each query."""
+"""xFormers' description of the keys of each query. It is built once a step, for all layers."""
 
 Operator = type[Any]
 

@@ -43,8 +43,9 @@ def default_cache_directory() -> Path:
 
 
 def load_compiled(cache: Path, checkpoint_reached: Callable[[], None]) -> ctypes.CDLL:
-    """Loads the prebuilt library if there is one, otherwise the cached library. Raises NotCompiled,
-    and any error that `checkpoint_reached` raises.
+    """Loads the prebuilt library if there is one, otherwise the cached library. If there is
+    neither, compiles the library. Raises NotCompiled, and any error that `checkpoint_reached`
+    raises.
     """
     features = processor_features()
     if not (features >= {"avx2", "fma"} or "asimd" in features):
@@ -71,6 +72,7 @@ def _warn_without_tiles(reason: str) -> None:
 def _load(
     features: frozenset[str], cache: Path, checkpoint_reached: Callable[[], None]
 ) -> ctypes.CDLL:
+    """Loads the library for a processor with these features, with tile registers if it has them."""
     with suppress(OSError):
         if (prebuilt := load_prebuilt(features)) is not None:
             return prebuilt
@@ -117,6 +119,7 @@ def _compile_once(
     cached: CachedLibrary,
     checkpoint_reached: Callable[[], None],
 ) -> ctypes.CDLL:
+    """Locks the cache entry. Loads the library if it is cached by now, else compiles it."""
     lock = cached.directory.with_suffix(".lock")
     with ExitStack() as scope:
         try:
@@ -137,7 +140,7 @@ def _compile_once(
 
 @contextmanager
 def _locked(path: Path, checkpoint_reached: Callable[[], None]) -> Iterator[None]:
-    """The lock is released at the end of the context, or when the process ends."""
+    """Within this context, locks the file. The lock is also released when the process ends."""
     with path.open("w") as file:
         progress = _WaitLog("waiting for another process to compile kernels")
         while True:

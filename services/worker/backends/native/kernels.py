@@ -1,8 +1,8 @@
 """The operations in C++, for processors with AVX2 or NEON, in float32 and bfloat16.
 
 A weight is packed into panels (blocks of output columns). Panels are read sequentially for any
-number of rows, so rows are not padded. The bits of a row's result do not depend on the other rows
-in the batch or on the number of threads.
+number of rows, so rows are not padded. Small work stays in the calling thread (see cpp/threads.h).
+The bits of a row's result do not depend on the other rows in the batch or on the number of threads.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ from services.worker.backends.torch.kernels import TorchKernels
 
 
 class NativeKernels(TorchKernels):
-    """Kernels in C++."""
+    """Kernels in C++. They are always batch-invariant."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         super().__init__(batch_invariant=True)
@@ -104,7 +104,7 @@ def _normalized(
     weight: torch.Tensor,
     epsilon: float,
 ) -> torch.Tensor:
-    """If there is an update, first adds it to x, [n, d] or [n, m, d], in place."""
+    """Normalizes x [n, d] or [n, m, d]. If there is an update, first adds it to x in place."""
     output = torch.empty(x.shape, dtype=x.dtype)
     group = x.shape[1] if x.dim() > 2 else 1
     added = None if update is None else update.data_ptr()

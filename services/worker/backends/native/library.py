@@ -33,8 +33,9 @@ _Fields = list[tuple[str, type[Any]]]
 
 
 def address(array: np.ndarray) -> int:
-    """Reads the address of a writable, contiguous array through a buffer, because `array.ctypes`
-    takes several times as long, and a step passes ten arrays.
+    """Returns the address of the array's elements. Of a writable, contiguous array it is read
+    through a buffer, because `array.ctypes` takes several times as long, and a step passes ten
+    arrays.
     """
     try:
         return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
@@ -238,7 +239,7 @@ class NativeSuffixSettings(ctypes.Structure):
 
 
 class SamplingFunctions:
-    """The library's functions for sampling."""
+    """The library's functions for sampling. They do not depend on the model's data type."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         rows, masks = ctypes.POINTER(NativeLogitRows), ctypes.POINTER(NativeRowMasks)
@@ -252,7 +253,7 @@ class SamplingFunctions:
 
 
 class RankFunctions:
-    """The library's functions for ranks that share memory."""
+    """The library's functions for ranks that share memory. They do not depend on the data type."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         ranks = ctypes.POINTER(NativeSharedRanks)
@@ -263,7 +264,7 @@ class RankFunctions:
 
 
 class SuffixFunctions:
-    """The library's functions for suffix trees.
+    """The library's functions for suffix trees. They do not depend on the model's data type.
 
     Functions that take microseconds between two steps keep the interpreter's lock. Otherwise a
     waiting event loop would delay the next step.
@@ -342,6 +343,7 @@ STRUCTURES: Mapping[str, type[ctypes.Structure]] = {
     "RowParameters": NativeRowParameters,
     "SuffixSettings": NativeSuffixSettings,
 }
+"""Maps the names of structures in C++ to their declarations here."""
 
 
 def check_structures(
@@ -356,6 +358,6 @@ def check_structures(
 
 
 def functions_by_dtype(library: ctypes.CDLL) -> dict[torch.dtype, Functions]:
-    """Raises TypeError as `check_structures` does."""
+    """Returns each data type's functions. Raises TypeError as `check_structures` does."""
     check_structures(library)
     return {dtype: Functions(library, suffix) for dtype, suffix in _SUFFIXES.items()}

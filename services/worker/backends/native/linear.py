@@ -105,7 +105,10 @@ class NativeLinear:
 
 
 def _packable(weight: Weight) -> Weight:
-    """Returns the weight, or an equal weight that can be packed."""
+    """Returns the weight, or an equal weight that can be packed. If the group size is not a
+    multiple of _INT4_DEPTH, 4-bit codes are stored in 8 bits. If the group size is not a multiple
+    of the number of elements that panels store side by side, the weight is dequantized.
+    """
     if not isinstance(weight, QuantizedWeight):
         return weight
     if weight.bits == _INT4_BITS and weight.group % _INT4_DEPTH:

@@ -71,6 +71,9 @@ class _PackedPart:
 class NativeLora:
     """A PackedLora in C++. `shapes` maps names to the shapes of projections. `panel_width` is the
     number of columns in the library's panels.
+
+    Panels are stored in the order in which a step reads them, in large pages if the adapter is
+    large.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 For each layer of a KV-cache group there are pages of keys and of values, each with block_size *
 num_kv_heads heads. See cpp/key_block.h for the order of elements, and cpp/codes.h for keys and
-values in 8 bits.
+values in 8 bits. A step's layouts are passed unchanged, and every layer is one call.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,8 @@ _MOST_ROWS = 128
 
 def workspace_bytes(shape: AttentionShape, max_model_len: int) -> int:
     """Upper estimate of the bytes that attention needs in addition to the KV cache: the threads'
-    scratch memory, and partial sums of sequences that are divided among threads.
+    scratch memory, and partial sums of sequences that are divided among threads. There are fewer
+    than two such sequences for each thread.
     """
     threads = torch.get_num_threads()
     widest = max(layer.head_dim for layer in shape.layers)
@@ -59,6 +60,7 @@ class NativePagedAttention:
         self.pages = [
             memory.take(shape.page_shape(layer), shape.page_dtype) for layer in shape.page_layers
         ]
+        """Keys and values, see PagesOfKeys."""
         cache_format = library.CACHE_FORMATS[shape.kv_cache_dtype]
         self._layers = []
         layers = zip(shape.layers, shape.layer_pages(self.pages), shape.group_of, strict=True)

@@ -22,8 +22,9 @@ from services.worker.backends.native.build import NAME, built
 from services.worker.backends.native.cached_library import CachedLibrary
 
 DIRECTORY = Path(__file__).parent / "prebuilt"
-"""The directory does not exist in a source tree."""
+"""The directory of prebuilt kernels. It does not exist in a source tree."""
 ARM = ("aarch64", "arm64")
+"""Names of 64-bit ARM machines."""
 _OPENMP = "libgomp.so.1"
 _V3 = frozenset({"avx", "avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"})
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}

@@ -3,6 +3,7 @@
 The libraries that torch uses choose a multiplication method by the number of rows (here queries).
 The sums of one or two rows are in another order than the sums of many. With multiples of four rows,
 the tested libraries return the same bits for a row (oneDNN 3 and MKL 2024 on AVX2 and AVX-512).
+`row_multiple` tests the libraries of this machine.
 """
 
 import functools
@@ -62,7 +63,7 @@ def attend(
 
 @functools.cache
 def row_multiple(layer: AttentionLayer, dtype: torch.dtype) -> int:
-    """Returns m such that the queries of each call are padded to a multiple of m, with
+    """Returns the number to a multiple of which the queries of each call are padded, with
     `batch_invariant` on the CPU. A query's result then does not depend on how many queries its call
     has.
 

@@ -49,7 +49,8 @@ def gated(
 
     On the CPU, torch's SiLU and GELU compute the last elements of each thread's part with a
     different exponential function. With `batch_invariant`, torch's operation is used only if both
-    functions agree for all numbers of the data type.
+    functions agree for all numbers of the data type. Otherwise other operations compute all
+    elements in the same way.
     """
     gate, value = product.chunk(2, dim=-1)
     if not batch_invariant or _is_uniform(activation, product.dtype):

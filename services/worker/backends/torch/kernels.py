@@ -46,7 +46,7 @@ class TorchKernels:
         return padded_rows(num_rows, batch_invariant=self._batch_invariant)
 
     def linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
-        """A weight is dequantized, unless its inputs are quantized too."""
+        """Creates a projection. A weight is dequantized, unless its inputs are quantized too."""
         if isinstance(weight, QuantizedWeight):
             if weight.quantizes_inputs:
                 return CodedLinear(weight, bias)

@@ -118,3 +118,4 @@ class TightRanges:
 
 
 KeyRanges = FixedRanges | TightRanges
+"""The strategies that choose key ranges."""

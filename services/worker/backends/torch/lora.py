@@ -24,6 +24,8 @@ MakeLinear = Callable[[torch.Tensor], Linear]
 
 @dataclass(frozen=True, slots=True)
 class _Part:
+    """An adapter's A and B as projections, and the output columns to which they add."""
+
     a: Linear
     b: Linear
     columns: slice
@@ -116,7 +118,9 @@ def _rounded(factors: LoraFactors) -> LoraFactors:
 
 
 class GroupedLoraStep:
-    """A LoraStep with grouped products."""
+    """A LoraStep with grouped products. At their first use, the weights of the step's adapters are
+    stacked. The next step reuses the stacks if it has the same adapters.
+    """
 
     def __init__(self, rows: LoraRows, before: "GroupedLoraStep | None") -> None:
         self._adapters = [one for one in rows.adapters if isinstance(one, GroupedLora)]

@@ -2,13 +2,23 @@
 softcap.
 
 Pages are token-major, [num_blocks, block_size, num_kv_heads, head_dim] for each layer of a KV-cache
-group. A step's keys are written to the pages first, and are then read from the pages like all other
-keys.
+group. Therefore the gathered pages of a sequence contain its keys in order, and the attention
+kernel reads them through one strided view. A step's keys are written to the pages first, and are
+then read from the pages like all other keys.
 
-Keys and values in 8 bits (kv_codes.py) are stored and gathered as codes.
+Keys and values in 8 bits (kv_codes.py) are stored and gathered as codes. They are multiplied by
+their scales, in the model's data type, before attention.
 
 With `batch_invariant` on the CPU, three things do not affect the bits of a query's result: the
-other queries in the step, how the prompt is divided into chunks, and where its pages are.
+other queries in the step, how the prompt is divided into chunks, and where its pages are. The keys
+of a query, and the blocks in which they are summed, are a function of the query's position
+(key_ranges.py). The number of rows of a call is a multiple with which torch's libraries return the
+same bits for a row (attend.py).
+
+* Decodes of similar length form a group, with one gather into a persistent workspace, and one
+  attention call. The query heads that share a key head are treated as queries of one head.
+* Chunks are computed one by one, in runs of queries with the same keys. Key heads are repeated by a
+  stride of zero, not by copies.
 
 If all layers of a KV-cache group have a window, only the pages within the window are gathered,
 because earlier blocks may have been reallocated to other requests.
@@ -73,8 +83,8 @@ class TorchPagedAttention:
         ]
         kind: Any = {"dtype": shape.page_dtype, "device": shape.device}
         self.pages = [torch.empty(shape.page_shape(layer), **kind) for layer in shape.page_layers]
-        """Their memory is allocated at the first write. Only the null block, which is read as
-        padding, is cleared here.
+        """Keys and values (see PagesOfKeys). Their memory is allocated at the first write. Only the
+        null block, which is read as padding, is cleared here.
         """
         for pages in self.pages:
             pages[:, 0].zero_()
@@ -153,6 +163,7 @@ class TorchPagedAttention:
             _grouped(output[run.begin : run.end], spec).copy_(attended[:, :, : own.shape[2]])
 
     def _filled_up(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+        """Pads queries [.., n, head_dim] to a multiple of `row_multiple`."""
         missing = -query.shape[-2] % self._row_multiples[layer]
         return F.pad(query, (0, 0, 0, missing)) if missing else query
 
@@ -181,6 +192,7 @@ class TorchPagedAttention:
         return self._run_masks[window][:num_queries, first : first + num_keys]
 
     def _reserve_masks(self, length: int) -> None:
+        """Builds masks for runs over up to `length` keys. Each query's key is near the middle."""
         if self._mask_width >= length:
             return
         middle = self._mask_width = max(length, 2 * self._mask_width)
@@ -219,6 +231,8 @@ def _repeated(heads: torch.Tensor, layer: attention.AttentionLayer) -> torch.Ten
 
 @dataclass(frozen=True, slots=True)
 class _GroupStep:
+    """A step in one KV-cache group: the slots to write, and the step's decodes and chunks."""
+
     slots: torch.Tensor
     opened_blocks: torch.Tensor
     decodes: list[DecodeGroup]

@@ -1,4 +1,4 @@
-"""Cuts a step into the calls of torch's paged attention."""
+"""Cuts a step into the calls of torch's paged attention. Computes only indexes and masks."""
 
 from dataclasses import dataclass
 
@@ -115,7 +115,9 @@ class StepCutter:
         return score_mask(self.device.upload(hidden), self.shape.dtype)[:, None, None, :]
 
     def chunks(self, layout: StepLayout, windows: set[int | None]) -> list[Chunk]:
-        """Returns one chunk for each request after the decodes."""
+        """Returns one chunk for each request after the decodes. `ranges.of_chunk` divides the
+        chunk's queries into runs with one range of keys each.
+        """
         size, widest = layout.block_size, _widest(windows)
         chunks = []
         for row in range(layout.num_decodes, len(layout.seq_lens)):

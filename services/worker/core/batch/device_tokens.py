@@ -1,8 +1,9 @@
 """Stores sampled tokens on the device, so that the host does not wait for them between steps.
 
 A step samples on the device, stores the last token of each row (request) of the batch there, and
-starts a download. In two cases tokens are sampled on the host: if their logits are edited there,
-and if they verify drafts.
+starts a download. While this step runs, the next step is planned and queued. Its input tokens are
+copied within the device. In two cases tokens are sampled on the host: if their logits are edited
+there, and if they verify drafts.
 """
 
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ class PendingTokens:
     logprobs: PendingLogprobs | None
 
     def wait(self) -> SamplerOutput:
-        """Callable from any thread, and repeatedly."""
+        """Waits for the device. Callable from any thread, and repeatedly."""
         token_ids = self.token_ids.wait()
         is_usable = token_ids != UNUSABLE
         found = {} if self.logprobs is None else self.logprobs.wait()
@@ -62,7 +63,7 @@ class DeviceTokens:
         self._is_held[:] = False
 
     def release(self, rows: np.ndarray) -> None:
-        """Drops the tokens of these rows."""
+        """Drops the tokens of these rows. Called when the host knows their last tokens."""
         self._is_held[rows] = False
 
     def fill_in(

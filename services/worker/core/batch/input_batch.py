@@ -77,9 +77,9 @@ class BatchLimits:
 
 
 class InputBatch:
-    """The tokens, block tables and sampling parameters of running requests.
+    """The tokens, block tables and sampling parameters of running requests. Each request has a row.
 
-    Arrays are indexed by row:
+    `step_difference.apply_step` applies a step. Arrays are indexed by row:
 
     * `token_ids` int32 [max_num_seqs, max_model_len + 1]. The first `num_tokens` of a row are
       known: the prompt, the output sent with the request, and the tokens sampled by this worker;

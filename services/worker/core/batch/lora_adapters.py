@@ -15,8 +15,8 @@ from services.worker.core.step import StepInput
 
 
 class LoraAdapters:
-    """Stores at most `max_cpu_loras` adapters in memory. A dropped adapter is freed when no request
-    of the batch uses it any more.
+    """Stores at most `max_cpu_loras` adapters in memory. The scheduler decides which adapters are
+    loaded. A dropped adapter is freed when no request of the batch uses it any more.
     """
 
     def __init__(self, read: Callable[[Path], PackedLora], max_cpu_loras: int) -> None:

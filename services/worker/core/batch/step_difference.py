@@ -41,10 +41,13 @@ class _StepCheck:
         self._limits = batch.limits
         self._step = step
         self._in_use: AbstractSet[int] = batch.sampling.keys()
+        """The rows of the batch that are in use after the step's changes."""
         self._new: dict[int, NewRequest] = {}
         self._appended: list[dict[int, int]] = [{} for _ in self._limits.windows]
+        """For each KV-cache group, maps rows to the number of blocks that the step appends."""
 
     def run(self) -> Int32Array:
+        """Raises InvalidStep for the first contradiction. Returns what `apply_step` returns."""
         step = self._step
         if len(step.removed_rows) or step.new_requests:
             self._check_rows()
@@ -171,7 +174,9 @@ class _StepCheck:
         self._check_token_ids(token_ids, name)
 
     def _check_requests(self) -> Int32Array:
-        """Returns the numbers of computed tokens, without the previous step's drafts that were
+        """Checks all requests at once. If the check fails, finds the first invalid request.
+
+        Returns the numbers of computed tokens, without the previous step's drafts that were
         rejected. A step's number may be any int32, so it is compared with bounds, because a sum
         could overflow.
         """
@@ -207,7 +212,10 @@ class _StepCheck:
         self._check_block_ids(targets, "copy_targets")
 
     def _check_states(self, group: int) -> None:
-        """Raises InvalidStep for drafts, because a state cannot be rolled back."""
+        """Checks that each request has a block for the recurrent state after the step, and, if it
+        has computed tokens, a block with the state before the step. Raises InvalidStep for drafts,
+        because a state cannot be rolled back.
+        """
         step, size = self._step, self._limits.block_sizes[group]
         self._require(
             not len(step.draft_token_ids),
@@ -241,6 +249,7 @@ class _StepCheck:
         return 0
 
     def _known_and_room(self) -> tuple[Int32Array, Int32Array]:
+        """Returns how many tokens of each request are known, and how many fit in its blocks."""
         rows = self._step.rows.astype(np.int64)
         known, room = self._batch.num_tokens[rows], self._batch.room[rows]
         for row, request in self._new.items():
@@ -292,7 +301,7 @@ class _StepCheck:
         )
 
     def _check_entries(self, group: int, block_ids: Int32Array, field: str) -> None:
-        """Groups of recurrent layers may have the null block."""
+        """Checks entries of a block table. Groups of recurrent layers may have the null block."""
         holds_states = group >= self._limits.first_state_group
         self._check_block_ids(block_ids[block_ids != 0] if holds_states else block_ids, field)
 

@@ -2,7 +2,8 @@
 
 The draft model's keys and values have the same block tables and slots as the target model's, in
 blocks with memory for both. When a step fills a block, both models' keys and values are in it at
-the end of the step.
+the end of the step. Therefore everything that reuses or copies full blocks works for both models:
+prefix hits, resumption after a preemption, and the tier of host memory for offloaded blocks.
 
 In a step that begins with n known tokens of a request:
 
@@ -86,6 +87,7 @@ class DraftModel(DraftSource):
         self._settle(rows, step.num_computed_tokens, batch)
         starts = self._num_computed[rows]
         ends = np.minimum(step.num_computed_tokens + step.num_scheduled_tokens, self._max_model_len)
+        # For each request, the number of drafts that the draft model proposes after the forced ones
         num_own = np.zeros(len(rows), np.int32)
         for want in wanted:
             known = batch.num_tokens[want.row]
@@ -127,6 +129,9 @@ class DraftModel(DraftSource):
         ends: Int32Array,
         num_drafts: Int32Array,
     ) -> None:
+        """Computes tokens `starts` to `ends` of requests that need drafts or fill a block. Then
+        writes `num_drafts` drafts after the tokens of each request.
+        """
         fills_block = ends // self._block_size > starts // self._block_size
         due = np.flatnonzero(fills_block | (num_drafts > 0))
         if not len(due):
@@ -146,7 +151,7 @@ class DraftModel(DraftSource):
         tokens: Int32Array,
     ) -> None:
         """Writes `num_drafts` drafts for each request, from position `ends` on. `tokens` are the
-        first drafts.
+        first drafts. Each run of the draft model gives one more draft to each request.
         """
         while len(rows):
             batch.token_ids[rows, ends] = tokens
@@ -163,7 +168,9 @@ class DraftModel(DraftSource):
         ends: Int32Array,
         samples: npt.NDArray[np.bool_],
     ) -> Int32Array:
-        """Returns the most likely next token of each request for which `samples` is true."""
+        """Runs the draft model once over tokens `starts` to `ends` of each request. Returns the
+        most likely next token of each request for which `samples` is true.
+        """
         tokens = lay_out(StepInput(0, 0, rows, ends - starts, starts), batch)
         sampling = np.flatnonzero(samples[tokens.order])
         last_tokens = tokens.layouts[0].query_starts[1:][sampling].astype(np.int64) - 1
@@ -179,8 +186,8 @@ class DraftModel(DraftSource):
         return found[samples]
 
     def _take(self, batch: InputBatch, want: WantedDrafts, num_own: int) -> list[int]:
-        """Records that the draft model has computed all returned drafts except the last one, or
-        none if all are forced.
+        """Returns the drafts that were written for a request. Records that the draft model has
+        computed all of them except the last one, or none if all are forced.
         """
         row, count = want.row, len(want.forced) + num_own
         known = batch.num_tokens[row]

@@ -1,7 +1,8 @@
 """Proposes the drafts of a step, whose ids the scheduler does not know when it plans the step.
 
 The scheduler plans a step while the previous step runs. It counts the previous step's drafts as
-accepted, and sets the ids of new drafts to -1.
+accepted, and sets the ids of new drafts to -1. When the step begins, the worker has verified the
+previous drafts, and proposes new drafts after the tokens that are now known.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,10 +26,10 @@ _FIRST_REST, _LONGEST_REST = 8, 64
 class DraftLength:
     """The number of drafts of one request: 1 to `most`, or 0 during a pause.
 
-    If all drafts of a step are accepted, the number is doubled. If all are rejected in _MOST_EMPTY
-    steps in a row, it is halved, or, if it is 1 already, the request gets no drafts for some steps.
-    Each such pause is twice as long as the previous one, because a text that has not repeated
-    itself is likely to continue without repetition.
+    Rejected drafts waste computation. If all drafts of a step are accepted, the number is doubled.
+    If all are rejected in _MOST_EMPTY steps in a row, it is halved, or, if it is 1 already, the
+    request gets no drafts for some steps. Each such pause is twice as long as the previous one,
+    because a text that has not repeated itself is likely to continue without repetition.
     """
 
     def __init__(self, most: int) -> None:
@@ -43,7 +44,7 @@ class DraftLength:
         return self._length
 
     def verified(self, num_drafts: int, num_accepted: int) -> None:
-        """`num_drafts` is at least 1."""
+        """Records how many drafts of a step were accepted. `num_drafts` is at least 1."""
         if num_accepted:
             self._num_empty, self._next_rest = 0, _FIRST_REST
             if num_accepted == num_drafts:
@@ -65,10 +66,15 @@ _NO_DRAFTS = no_ints()
 
 @dataclass(eq=False)
 class Drafter:
-    """Fills in the drafts of steps, which `source` proposes."""
+    """Fills in the drafts of steps, which `source` proposes.
+
+    A request gets as many drafts as the scheduler has planned, or fewer if few of its drafts were
+    accepted.
+    """
 
     source: DraftSource
     most: int
+    """The maximum number of drafts of a request in a step."""
     _lengths: dict[int, DraftLength] = field(init=False, default_factory=dict)
 
     def update(self, step: StepInput) -> None:
@@ -136,6 +142,7 @@ class Drafter:
 
 
 def _without_drafts(step: StepInput, num_computed_tokens: Int32Array) -> StepInput:
+    """Returns the step without its drafts, and with the given numbers of computed tokens."""
     has_drafts = len(step.num_draft_tokens) > 0
     if not (has_drafts or np.count_nonzero(num_computed_tokens != step.num_computed_tokens)):
         return step

@@ -6,7 +6,7 @@ class FreeMemory:
     """Memory for the KV cache: `of_bytes` * `utilization` - `used_bytes` - `activation_bytes`."""
 
     of_bytes: int
-    """This rank's part, in bytes, of the memory available after loading, or of the GPU's memory."""
+    """This rank's fraction of the memory available after loading, or of the GPU's memory."""
     utilization: float
     activation_bytes: int
     """Bytes that the largest step needs in addition to the weights and the KV cache."""

@@ -1,4 +1,5 @@
-"""Divides the layers of a model into KV-cache groups.
+"""Divides the layers of a model into KV-cache groups. The layers of a group share a block table.
+All groups share the memory of the KV cache.
 
 Layers with the same attention window form a group, because the pool frees their blocks at the same
 time. All groups get blocks from one pool, so a block must occupy the same memory in each group.
@@ -9,7 +10,11 @@ share their pages. This is the rule of vLLM's hybrid KV-cache manager.
 If layers with different windows have keys of different sizes, as in Gemma 4, layers with smaller
 keys have more tokens in a block: twice as many if the keys are half as large.
 
-A group with fewer layers than other groups leaves pages of its blocks unused.
+A group with fewer layers than other groups leaves pages of its blocks unused. For example, Gemma 3
+27B has 52 layers with a window and 10 layers without. Groups have room for 10 layers. The layers
+without windows form one group. The layers with windows form six groups of 8 or 9 layers, so 8 of 70
+pages are unused. In return, the blocks for all tokens of a sequence are needed in one group only.
+In each of the other six groups a sequence has at most a window's blocks.
 
 Recurrent layers are one more kind of layer. A block of their groups stores one state of each layer.
 """
@@ -45,8 +50,9 @@ class LayerGroup:
     """Layers that share a block table. `layers` has their indexes in ascending order, and `window`
     is None for full attention.
 
-    Recurrent layers are numbered separately from attention layers. `block_scale` is the number of
-    tokens in the group's blocks, divided by the number in the smallest attention blocks.
+    Only a group of recurrent layers has a `mamba_cache_mode`. Recurrent layers are numbered
+    separately from attention layers. `block_scale` is the number of tokens in the group's blocks,
+    divided by the number in the smallest attention blocks.
     """
 
     window: int | None

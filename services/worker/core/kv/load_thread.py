@@ -8,7 +8,7 @@ from services.worker.core.step import EndedTierLoad, Int32Array, TierBlocks, Tie
 
 IDLE_WAIT_SECONDS = 0.005
 """Maximum time that a step without tokens waits for a load to end. Without this wait, repeated
-empty steps would slow the load down.
+empty steps would slow the load down. The wait delays a request that arrives during it.
 """
 
 

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
 WHOLE = slice(None)
+"""Selects a whole axis in an Index."""
 Index = tuple[slice | int, ...]
 """The part to read along each axis. Axes without an entry are read whole."""
 

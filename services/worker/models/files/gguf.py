@@ -1,6 +1,9 @@
 """Reads tensors of a GGUF file. Format: https://github.com/ggml-org/ggml, docs/gguf.md.
 
-A row of a quantized weight consists of consecutive blocks.
+A row of a quantized weight consists of consecutive blocks. In Q4_0 and Q8_0, a block of 32 numbers
+has one scale. In Q4_K and Q6_K, a block of 256 numbers is divided into groups. Each group has a
+scale, and these scales are multiplied by a scale of the block. Q4_K has eight groups of unsigned
+codes, with a minimum for each group. Q6_K has sixteen groups of codes around 0.
 """
 
 from collections.abc import Callable
@@ -84,7 +87,7 @@ BLOCK_TYPES = {
     "Q4_K": BlockType(*BLOCK_SIZES["Q4_K"], 4, _q4_k),
     "Q6_K": BlockType(*BLOCK_SIZES["Q6_K"], 8, _q6_k),
 }
-"""A QuantizedWeight stores the 6-bit codes of Q6_K in 8 bits."""
+"""Block types by name. A QuantizedWeight stores the 6-bit codes of Q6_K in 8 bits."""
 
 
 def read_blocks(name: str, rows: Bytes, dtype: torch.dtype) -> QuantizedWeight:

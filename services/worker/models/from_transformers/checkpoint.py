@@ -68,7 +68,7 @@ def lazy_tensors(
 
 @dataclass(eq=False)
 class _LazyTensor:
-    """The data of the tensor is read when transformers indexes it."""
+    """A tensor of a checkpoint. Its data is read when transformers indexes it."""
 
     reader: TensorReader
     name: str
@@ -79,6 +79,7 @@ class _LazyTensor:
 
 
 def _divided(cls: Any, division: Division) -> Any:
+    """Returns a subclass whose models are divided over ranks as soon as they are constructed."""
 
     def make(self: PreTrainedModel, config: PretrainedConfig) -> None:
         cls.__init__(self, config)

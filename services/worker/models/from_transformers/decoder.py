@@ -1,7 +1,7 @@
 """A decoder that the library transformers runs, over Stepwell's KV cache.
 
-Only attention and the states of recurrent layers (see `recurrent`) are replaced. vLLM's
-Transformers backend makes the same division.
+Layers, norms and head are transformers' own. Only attention and the states of recurrent layers (see
+`recurrent`) are replaced. vLLM's Transformers backend makes the same division.
 
 Models of transformers call the attention function that their configuration names. Stepwell
 registers a function as ATTENTION_NAME. It forwards each call to the function that `_computing_with`
@@ -206,6 +206,7 @@ class _GivenStates(nn.Module):
         return self
 
     def forward(self, *_: Any, **__: Any) -> _States:
+        """The preset states, [1, n, hidden_size]."""
         return _States(last_hidden_state=self.states)
 
 
@@ -223,7 +224,9 @@ def _computing_with(attend: _AttendFunction, recur: RecurFunction | None) -> Ite
 
 
 def _from_cache(attention: LayerAttention, indexes: Mapping[int, int]) -> _AttendFunction:
-    """Queries and keys are already rotated."""
+    """Returns attention of a step's tokens over a paged cache. Queries and keys are already
+    rotated. `indexes` maps layer numbers to indexes among the attention layers.
+    """
 
     def attend(
         module: nn.Module,

@@ -74,8 +74,8 @@ class Division:
         return self._parts.get(self._known_as(tensor), ())
 
     def _known_as(self, tensor: str) -> str:
-        """A checkpoint's name of a tensor may differ from the model's name by a renaming or by the
-        prefix of the model's body.
+        """Returns the model's name for a tensor of a checkpoint. The names may differ by a renaming
+        or by the prefix of the model's body.
         """
         for renaming in self._renamings:
             tensor, _ = renaming.rename_source_key(tensor)
@@ -102,7 +102,7 @@ class Division:
                 return linear.GatheredLinear(layer, part, self._ranks)
 
     def _divide_head(self, head: nn.Linear, *, is_tied: bool) -> DividedLinear | None:
-        """Returns None if the head stays whole, because parts would differ in size."""
+        """Divides the head. Returns None if it stays whole, because parts would differ in size."""
         if head.out_features % self.shard.size:
             return None
         divided = linear.GatheredTiedLinear if is_tied else linear.GatheredLinear
@@ -122,7 +122,7 @@ class Division:
             )
 
     def _part(self, parent: nn.Module, name: str, width: int) -> slice:
-        """In attention layers, the returned part of the columns consists of whole heads."""
+        """This rank's part of a layer's columns. In attention layers it consists of whole heads."""
         if not isinstance(getattr(parent, "layer_idx", None), int):
             return self.shard.of(width)
         check_divisible(self._num_heads, self._num_kv_heads, self.shard.size, self._directory)

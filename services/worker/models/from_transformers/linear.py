@@ -1,8 +1,9 @@
 """Linear layers of models that transformers runs: layers that are divided among ranks, and
 batch-invariant products.
 
-A divided layer is a rank's part of a whole layer. `parts` are the rank's parts of the whole layer's
-tensors. Inputs may have any shape [..., width].
+A divided layer is a rank's part of a whole layer. It is constructed, without weights, from the
+layer that it replaces. `parts` are the rank's parts of the whole layer's tensors. Inputs may have
+any shape [..., width].
 """
 
 import logging

@@ -124,7 +124,7 @@ def _max_model_len(config: PretrainedConfig, options: LoadOptions, path: Path) -
 
 
 def _intermediate_size(config: PretrainedConfig) -> int:
-    """Some configurations list one width for each layer, of which the largest is returned."""
+    """The width of the widest MLP. Some configurations list one width for each layer."""
     size = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     return max(size) if isinstance(size, list | tuple) else int(size)
 

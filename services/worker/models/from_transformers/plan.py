@@ -88,6 +88,6 @@ def read_plan(model: PreTrainedModel) -> dict[str, Style]:
 
 
 def _matching(pattern: str, names: list[str]) -> list[str]:
-    """A star matches one component of a dotted name."""
+    """Names that match the pattern. A star matches one component of a dotted name."""
     matches = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+")).fullmatch
     return [name for name in names if matches(name)]

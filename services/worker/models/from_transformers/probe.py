@@ -53,7 +53,7 @@ class Probe:
         softcap: float | None = None,
         **options: Any,
     ) -> torch.Tensor:
-        """Raises Refused for features that a paged cache does not implement."""
+        """Computes attention. Raises Refused for features that a paged cache does not implement."""
         index = getattr(module, "layer_idx", None)
         if not isinstance(index, int) or index in self._layers:
             raise Refused("calls attention outside of its layers, or twice in a layer")

@@ -4,7 +4,8 @@ Such a layer is a module whose `forward` has the parameter `cache_params`, a cac
 module reads its initial states from this object, and writes its final states to it: the last inputs
 of the convolution, and the matrix of the recurrence. Here each module is wrapped in a
 RecurrentLayer, which divides a step's tokens into sequences, and passes the module a cache object
-with their states from KV-cache blocks.
+with their states from KV-cache blocks. All sequences of a single token that have a state are
+computed in one call, and each other sequence in its own call.
 """
 
 import inspect
@@ -48,6 +49,7 @@ class RecurrentLayer(nn.Module):
         return int(self.mixer.layer_idx)  # type: ignore[arg-type]
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **options: Any) -> Any:
+        """Computes the layer, with the arguments that transformers passes to its module."""
         recur = recur_function.get()
         if recur is None:
             return self.mixer(hidden_states, *args, **options)
@@ -138,7 +140,7 @@ class RecurrentProbe:
         return tuple(self._states[index] for index in range(num_layers))
 
     def __call__(self, layer: RecurrentLayer, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Raises Refused if its results change when a sequence is split."""
+        """Computes a layer. Raises Refused if its results change when a sequence is split."""
         if layer.index in self._states:
             raise Refused("has recurrent layers that are computed more than once")
         whole = layer.compute(hidden_states, None)
@@ -159,7 +161,7 @@ class RecurrentProbe:
 
 
 def wrap_recurrent_layers(model: nn.Module) -> tuple[RecurrentLayer, ...]:
-    """Wraps every recurrent layer of a model in a RecurrentLayer."""
+    """Wraps every recurrent layer of a model in a RecurrentLayer. Returns them in order."""
     found = [
         (parent, name, child)
         for parent in list(model.modules())

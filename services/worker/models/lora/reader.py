@@ -56,7 +56,7 @@ class LoraReader:
     kernels: Kernels
 
     def read(self, directory: Path, max_rank: int, device: torch.device) -> PackedLora:
-        """Raises a ModelError that names an unsupported part."""
+        """Reads and packs an adapter. Raises a ModelError that names an unsupported part."""
         config, file = read_peft_config(directory), directory / WEIGHTS_FILE
         tensors = {tensor.name: tensor for tensor in read_header(file)}
         checkpoint = Checkpoint(directory, tensors, device)

@@ -1,7 +1,9 @@
 """Rules for architectures without native code, from config.json and transformers' source files.
 
-transformers is not imported, because it imports torch, which takes seconds. The source of the
-class's module is searched for the kind of attention that it uses.
+transformers is not imported, because it imports torch, which takes seconds. The class of an
+architecture is looked up in the package's tables of names. The source of the class's module is
+searched for the kind of attention that it uses. Problems that appear only in a computation are
+found later, by `services.worker.models.from_transformers.probe`.
 """
 
 import ast
@@ -28,6 +30,7 @@ CONFIG_KEYS = (
     *("quantization_config", "rope_parameters", "rope_scaling", "vocab_size"),
     *(*_LATENT_KEYS, *OTHER_INPUTS),
 )
+"""The keys of config.json that these rules read."""
 
 _SHIFTING_ROPES = frozenset({"dynamic", "longrope", "su"})
 _ATTENTION_CLASS = re.compile(r"^class \w*Attention\w*\(", re.MULTILINE)
@@ -72,7 +75,7 @@ def check_whole(values: Mapping[str, Any], path: Path) -> None:
 
 
 def _check_known(values: Mapping[str, Any], path: Path) -> str:
-    """Raises UnsupportedModel if transformers lacks it."""
+    """Returns the architecture's name. Raises UnsupportedModel if transformers lacks it."""
     name = str((values.get("architectures") or ["of no name"])[0])
     if find_spec("transformers") is None:
         raise UnsupportedModel(
@@ -126,6 +129,7 @@ def _check_layers(values: Mapping[str, Any], path: Path, name: str) -> None:
 
 
 def _why_not(values: Mapping[str, Any], source: str | None) -> str | None:
+    """Returns why a decoder with this source file cannot be served, or None."""
     positionless, rotated, width = map(values.get, _LATENT_KEYS)
     if positionless and rotated and width and positionless + rotated != width:
         return "has values of another shape than its keys"

@@ -1,4 +1,4 @@
-"""The KV cache of the simulated device.
+"""The KV cache of the simulated device. It has one key and one value of 8 bytes per token.
 
 Attention of layer 0 stores one number for each of a step's tokens as its key, and attention of
 layer 1 stores one as its value. For each token, both layers return a sum over the attention windows
@@ -86,6 +86,7 @@ class SimulatedStep:
         more: np.uint64,
         sums: UInt64Array,
     ) -> None:
+        """Adds the sums of a layer, whose numbers are the stored numbers plus `more`, to `sums`."""
         factors = self.cache.factors.up_to(int(layout.seq_lens.max()))
         starts, size = layout.query_starts.tolist(), layout.block_size
         for index, (row, length) in enumerate(

@@ -3,7 +3,8 @@
 A token's key is the token's id, combined with the LoRA adapter of the request. A token's value is a
 hash of the keys that the token attends to. Therefore a value depends on the whole sequence before
 it, as in later layers of a real model, and a block that has the right tokens but was computed after
-another prefix changes the output.
+another prefix changes the output. The next token follows from the hash of the keys and values that
+the last token attends to.
 
 The next token has by far the largest logit, so that it is drawn at any usual temperature. All other
 logits are noise, from which a grammar or a logit bias selects.
@@ -12,7 +13,8 @@ Every pipeline stage computes the same hashes from its own KV cache. It sends it
 the next stage. The next stage alters each hash that differs from its own. Therefore the output does
 not depend on the number of stages, unless the cache of one stage is wrong.
 
-A draft model also computes the same hashes from its own cache.
+A draft model also computes the same hashes from its own cache. Some bits of a hash determine
+whether the draft is the target model's next token.
 """
 
 from collections.abc import Sequence
@@ -93,8 +95,7 @@ class SimulatedModel:
         words = numbers_from(0, _NUM_WINDOWS + self._width) >> np.uint64(40)
         self._noise: Float32Array = (words / 2.0**24).astype(np.float32)
         self._logits: Float32Array = np.empty((0, self._width), np.float32)
-        """Reused, because allocating new memory for a step's logits would take ten times as long.
-        """
+        """Memory for a step's logits. Allocating new memory would take ten times as long."""
 
     def draft_model(self, acceptance_rate: float) -> "SimulatedModel":
         """Returns a draft model whose drafts are this model's next tokens with this probability."""

@@ -23,7 +23,7 @@ class Sizes:
     quantization: QuantizationSetting = QuantizationSetting.AUTO
 
     def stage(self, stage: int, num_stages: int) -> StageLayers:
-        """Returns the layers of a pipeline stage."""
+        """Returns the layers of a pipeline stage. All stages read about equally many bytes."""
         config = self.config
         each = [
             self._bytes(self._weights(config, attention, index, 1)[0])

@@ -23,7 +23,7 @@ class TimedModel:
     """A Model that queues the time of each run on the simulated device.
 
     With `sends`, the model is a pipeline stage before the last one, and `forward` returns when the
-    run's time is over. `faults` are injected in each run.
+    run's time is over. Otherwise `forward` returns at once. `faults` are injected in each run.
     """
 
     model: Model
@@ -79,7 +79,7 @@ class TimedOutput:
 
 @dataclass(frozen=True, slots=True)
 class TimedRunner:
-    """A StepRunner over a TimedModel."""
+    """A StepRunner over a TimedModel. The next step can begin while the device still works."""
 
     runner: StepRunner
     device: SimulatedDevice
@@ -92,9 +92,9 @@ class TimedRunner:
         self.runner.reset()
 
     def begin(self, step: StepInput) -> StepOutput | PendingOutput:
-        """The first step after the scheduler has opened the KV pool again (a new generation) waits
-        for all earlier work, so that a hanging device is detected before new requests are sent to
-        it.
+        """Runs a step. The first step after the scheduler has opened the KV pool again (a new
+        generation) waits for all earlier work, so that a hanging device is detected before new
+        requests are sent to it.
         """
         if not step.step:
             self.device.wait_until(self.device.ends)

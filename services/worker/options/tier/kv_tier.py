@@ -1,17 +1,17 @@
 """A tier of host memory to which KV-cache blocks are offloaded, with keys and values or recurrent
 states.
 
-The scheduler decides what the tier contains: each step names the blocks to store in the tier and
-the blocks to load back. The tier keeps its contents when the scheduler opens the KV pool again,
-which empties the batch.
+The tier consists of blocks that are as large as blocks of the KV cache. The scheduler decides what
+they contain: each step names the blocks to store in the tier and the blocks to load back. The tier
+keeps its contents when the scheduler opens the KV pool again, which empties the batch.
 
 Blocks are stored before a step writes anything, because the step may overwrite these blocks of the
 KV cache. A LoadThread loads blocks while steps run. No step uses the target blocks before their
-load has ended.
+load has ended. If the target blocks must be cleared, the step that begins the load clears them.
 
-For each block, the tier records a key that identifies the contents, and a checksum of the bytes. If
-the key or the checksum differs, a load reports the block as not loaded, and the scheduler has the
-block's tokens computed again.
+For each block, the tier records a key that identifies the contents, and a checksum of the bytes. A
+load compares both. If one of them differs, the block is reported as not loaded, and the scheduler
+has its tokens computed again.
 """
 
 from collections.abc import Sequence
@@ -88,6 +88,9 @@ class KVTier:
         self._loads.reset()
 
     def _load(self, blocks: TierBlocks) -> Int32Array:
+        """Copies blocks whose key and checksum match from the tier. Returns the target blocks in
+        the KV cache that were not loaded, because key or checksum differs.
+        """
         fits = np.array(
             [
                 self._fits(number, key)

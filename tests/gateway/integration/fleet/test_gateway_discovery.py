@@ -220,6 +220,9 @@ async def test_redis_may_be_stopped_while_schedulers_join_die_and_leave(
                 await until_ready(served, stays.scheduler, joins.scheduler)
 
 
+# DNS.
+
+
 async def test_a_name_gives_all_of_its_addresses_for_a_port(model: Path) -> None:
     scheduler = FakeScheduler()
     port = (await scheduler.start()).rpartition(":")[2]
@@ -256,6 +259,9 @@ async def test_what_a_name_gave_last_is_kept_while_it_gives_nothing() -> None:
     task.cancel()
     assert named[:2] == [["a:1", "b:1"], ["c:1"]]
     assert (watcher.is_up, watcher.num_failures, watcher.num_addresses) == (True, 1, 1)
+
+
+# Settings.
 
 
 @pytest.mark.parametrize(

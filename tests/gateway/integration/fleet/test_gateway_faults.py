@@ -73,7 +73,7 @@ class Damaged(FakeScheduler):
     """A scheduler behind a proxy that can damage one message of a session."""
 
     damage: Callable[[bytes], bytes | None] | None = None
-    """Returns a damaged message, or None to leave the message unchanged."""
+    """Damages one message. Returns the damaged one, or None to leave the message unchanged."""
 
     async def start(self, address: str = "") -> str:
         self._proxy = PeerProxy(await super().start(address))

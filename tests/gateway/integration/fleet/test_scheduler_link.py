@@ -143,7 +143,7 @@ async def test_a_gateway_that_is_busy_is_a_few_steps_behind_and_then_reads_on(
 
 
 async def test_after_two_sessions_without_an_answer_the_next_has_another_connection() -> None:
-    """The proxy drops all data, but does not close the connection."""
+    """The proxy drops all data, but does not close the connection. Only a new one helps."""
     scheduler = FakeScheduler(heartbeat_seconds=0.02)
     async with scheduler.running() as target:
         proxy = CuttableProxy(target)

@@ -47,12 +47,14 @@ async def client(hermes: Serving) -> AsyncIterator[openai.AsyncOpenAI]:
 
 
 async def streamed(client: openai.AsyncOpenAI, **fields: Any) -> tuple[Any, list[Any]]:
+    """Streams a response. Returns the response in the last event, and all events."""
     stream = await client.responses.create(**BASE | fields, stream=True)
     events = [event async for event in stream]
     return events[-1].response, events
 
 
 def told(response: Any) -> dict[str, Any]:
+    """The content of a response. Ids of the response and of its items are left out."""
     body: dict[str, Any] = response.model_dump(exclude={"id", "created_at"})
     for item in body["output"]:
         item.pop("id")

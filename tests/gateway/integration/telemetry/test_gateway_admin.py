@@ -30,6 +30,7 @@ CALLS = (
 async def administered(
     model: Path, *schedulers: FakeScheduler, **settings: Any
 ) -> AsyncIterator[tuple[Serving, httpx.AsyncClient]]:
+    """A gateway that serves operators' calls, and an HTTP client at their address."""
     settings = {"admin_address": "127.0.0.1:0"} | settings
     async with serving(model, *schedulers, **settings) as served:
         url = f"http://{served.admin_address}"

@@ -90,7 +90,7 @@ async def test_a_span_tells_the_request_by_its_current_names(model: Path) -> Non
             "http.response.status_code": 200,
             "stepwell.kept_for": "sampled",
             "stepwell.wait_seconds": 0.0,
-            "stepwell.directory.state": "unused",
+            "stepwell.directory.state": "unused",  # the directory is not read for one replica
             "stepwell.routing.replica": scheduler.address,
             "stepwell.routing.reason": "only",
             "stepwell.routing.num_candidates": 1,

@@ -119,8 +119,9 @@ def long_context() -> FakeScheduler:
 async def slow_twice(
     gateway: WatchedGateway, send: Callable[[], Awaitable[None]]
 ) -> dict[str, float]:
-    """If it causes too long pauses of the event loop, sends it again, because the machine may have
-    caused the pauses. Returns the pauses if they are too long again, otherwise an empty dictionary.
+    """Sends an input. If it causes too long pauses of the event loop, sends it again, because the
+    machine may have caused the pauses. Returns the pauses if they are too long again, otherwise an
+    empty dictionary.
     """
     pauses: dict[str, float] = {}
     for _ in range(2):
@@ -164,8 +165,8 @@ async def test_seconds_of_hostility_leave_nothing(model: Path):
 
 
 async def leave_nothing(model: Path, key: str = "") -> None:
-    """It must log no error, close files and free memory. If `key` is given, the gateway requires
-    the API key "right", and the attackers send `key`.
+    """Attacks a gateway for some seconds. It must log no error, close files and free memory. If
+    `key` is given, the gateway requires the API key "right", and the attackers send `key`.
     """
     scheduler = long_context()
     async with scheduler.running() as address:

@@ -232,7 +232,7 @@ async def test_a_client_that_stops_sending_in_a_stream_gets_the_rest(served: Ser
     """
     scheduler = served.scheduler
     body = json.dumps(BODY | {"stream": True, "max_tokens": 8}).encode()
-    scheduler.answer = [70] * 8
+    scheduler.answer = [70] * 8  # whole characters, which are not delayed
     for stays in (True, False):
         scheduler.permits = 2
         async with connected(served) as (reader, writer), asyncio.timeout(60):
@@ -252,7 +252,7 @@ async def test_a_client_that_leaves_ends_the_request_before_the_one_it_sent_last
 ):
     scheduler = served.scheduler
     body = json.dumps(BODY | {"stream": True, "max_tokens": 8}).encode()
-    scheduler.answer = [70] * 8
+    scheduler.answer = [70] * 8  # whole characters, which are not delayed
     scheduler.permits = 2
     async with connected(served) as (reader, writer), asyncio.timeout(60):
         writer.write(post("/v1/completions", body) + GET)

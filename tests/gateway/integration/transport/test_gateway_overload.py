@@ -39,7 +39,7 @@ async def test_a_full_system_refuses_before_it_reads_and_without_asking_the_sche
                 size = int(re.findall("content-length: ([0-9]+)", head.lower())[0])
                 error = json.loads(await reader.readexactly(size))["error"]
             assert error["code"] == "queue_full"
-            writer.write(body)
+            writer.write(body)  # the connection can be used again after the body
         writer.close()
         call = served.channel.stream_stream(GENERATE)()
         with pytest.raises(grpc.aio.AioRpcError) as caught:

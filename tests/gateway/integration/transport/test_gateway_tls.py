@@ -265,7 +265,7 @@ def test_a_handshake_that_came_before_it_was_accepted_goes_on(
             with pytest.raises(ssl.SSLWantReadError):
                 tls.do_handshake()
             with socket.create_connection(host_and_port(served)) as client:
-                client.sendall(outgoing.read())
+                client.sendall(outgoing.read())  # the event loop has not accepted the connection
                 client.setblocking(False)
                 loop = asyncio.get_running_loop()
                 async with asyncio.timeout(SECONDS / 4):

@@ -125,7 +125,7 @@ class Client:
         await asyncio.wait([self.task])
 
     async def result(self) -> list[list[int]]:
-        """Raises the error that the client receives."""
+        """All tokens, once the answers are complete. Raises the error that the client receives."""
         async with asyncio.timeout(WAIT_SECONDS):
             await self.task
         return self.token_ids

@@ -34,7 +34,7 @@ class SharedLogs:
 
 @dataclass
 class MemoryJournal:
-    """One gateway's access to the shared logs."""
+    """One gateway's access to the shared logs. Tests may change the attributes at any time."""
 
     shared: SharedLogs
     is_down: bool = False

@@ -113,7 +113,7 @@ def test_a_log_amounts_to_the_recording_however_it_is_cut_and_repeated(seed: int
         if rng.random() < 0.3:
             position = position.next
             view.apply([(position, entry_to_bytes(Bring(cursor.take())))])
-        if rng.random() < 0.05:
+        if rng.random() < 0.05:  # the lease's next owner writes the recording again
             cursor = Cursor(recording, lambda: None)
             position = position.next_fence
             view.apply([(position, entry_to_bytes(rng.choice([Take("b"), BEGIN])))])

@@ -1,5 +1,6 @@
-"""Two gateway processes share one Redis. The tests run in the order of this file: the last kills a
-gateway.
+"""Two gateway processes share one Redis. An answer survives the loss of the gateway that requested
+it from the scheduler. The tests share the processes and must run in the order of this file, because
+the last test kills a gateway.
 """
 
 import asyncio

@@ -108,7 +108,7 @@ async def test_so_many_answers_go_on_without_a_client_and_no_more(
     await settle()
     assert len(gateway.engine.open) == 2
     assert gateway.keyed.counts.suspended == 2
-    again = gateway.ask("k3")
+    again = gateway.ask("k3")  # has a client again, and is not detached
     await settle()
     gone = gateway.ask("k4")
     await settle()

@@ -219,7 +219,7 @@ async def test_a_log_that_was_lost_is_written_again(world: World):
     await until(lambda: world.num_logged == 2)
     follower = b.ask()
     await until(lambda: follower.num_tokens == 2)
-    world.logs.logs.clear()
+    world.logs.logs.clear()  # the logs are lost, but the leases remain
     a.engine.step(1)
     await until(lambda: a.sharing.counts.lost == 1)
     await until(lambda: follower.num_tokens == 3)

@@ -54,7 +54,9 @@ async def test_keyed_requests_have_the_spans_of_the_one_that_made_the_answer(mod
 async def test_an_answer_with_a_key_gives_back_what_it_did_not_use_when_it_ends_without_its_client(
     model: Path, tmp_path: Path, permits: int
 ) -> None:
-    """The tenant reserves a prompt of 3 tokens and an answer of up to 40."""
+    """The tenant is charged for a prompt of 3 tokens and an answer of up to 40. In the end, 2
+    prompt tokens were cached and the answer has 2 tokens.
+    """
     scheduler = FakeScheduler(permits=permits, num_cached_tokens=2, answer=[9, 0])
     async with limited(model, tmp_path, scheduler, tokens_per_minute=60) as (served, key):
         body, headers = BODY | {"max_tokens": 40}, bearer(key) | {"Idempotency-Key": "once"}

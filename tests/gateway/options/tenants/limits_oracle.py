@@ -31,6 +31,7 @@ class LimitsOracle:
     """Time and name of each change of a slot, and whether it was acquired (otherwise released)."""
 
     def level(self, which: int, limit: int, now: int) -> int:
+        """The level of a bucket in units. `which` is 1 for requests and 2 for tokens."""
         capacity = limit * UNITS
         levels = [capacity]
         for number, (when, *_) in enumerate(self.taken):

@@ -19,6 +19,8 @@ from tests.gateway.options.tenants.tenant_fleet import (
     with_queues,
 )
 
+# The number of slots.
+
 
 def test_a_tenant_alone_has_all_slots_and_one_sequence_ahead() -> None:
     world = connected(num_slots=2)
@@ -101,8 +103,13 @@ def test_answers_to_one_prompt_follow_each_other_to_one_replica() -> None:
         assert (len(world.has(name)), len(prompts)) == (3, 1)
 
 
+# Slots that tenants must release.
+
+
 def flooded(num_running: int = 4) -> tuple[FakeFleet, list[Mailbox]]:
-    """One more of its sequences waits at the replica, and two wait at the gateway."""
+    """Tenant A occupies all slots of a replica. One more of its sequences waits at the replica, and
+    two wait at the gateway.
+    """
     world = connected(num_slots=num_running)
     mailboxes = [world.start(caller=A) for _ in range(num_running + 3)]
     assert (tenants_at(world), world.fleet.num_waiting) == ("a" * (num_running + 1), 2)
@@ -192,6 +199,9 @@ def test_a_tenant_with_its_share_waits_for_one_of_its_own_to_end() -> None:
     assert [len(mailbox.routes) for mailbox in own] == [1, 1, 1]
 
 
+# How many sequences start at once.
+
+
 def test_of_a_flood_few_prompts_are_computed_at_once() -> None:
     """The fair share of each tenant is 4 of 8 slots. A tenant may start two sequences at once."""
     world = connected(num_slots=8)
@@ -207,6 +217,9 @@ def test_of_a_flood_few_prompts_are_computed_at_once() -> None:
     mailboxes[2].close()
     assert [len(mailbox.routes) for mailbox in mailboxes] == [1, 1, 1, 1, 1, 0]
     assert queues_of(world.fleet).slots.usage(A).num_starting == 2
+
+
+# The order of sequences.
 
 
 def test_sequences_of_a_tenant_go_by_priority_and_then_in_order_of_arrival() -> None:

@@ -1,4 +1,4 @@
-"""Sequences of tenants wait at the gateway, in limited number and for a limited time."""
+"""Sequences of tenants wait at the gateway. Their number and their waiting time are limited."""
 
 import pytest
 
@@ -24,6 +24,8 @@ from tests.gateway.options.tenants.tenant_fleet import (
     schedule_all,
     tenants_at,
 )
+
+# Sequences that wait.
 
 
 def test_a_wait_says_for_what_and_for_how_long() -> None:
@@ -155,6 +157,9 @@ async def test_all_that_waits_ends_when_the_gateway_gives_up() -> None:
     assert (tenants_at(world), world.fleet.num_waiting) == ("", 0)
 
 
+# Sequences that are refused.
+
+
 async def test_a_tenants_queue_is_bounded_in_number() -> None:
     world = connected(num_slots=1)
     for _ in range(2 + BOUNDS.max_num_waiting):
@@ -222,6 +227,9 @@ def test_requests_that_are_read_count_as_queued_where_there_are_no_tenants_too()
             pytest.raises(ResourceExhausted, match="3 requests"),
         ):
             world.fleet.check_room(ANYONE, None)
+
+
+# Estimated waiting times.
 
 
 def test_a_tenant_expects_to_wait_for_its_own_and_for_others_turns() -> None:

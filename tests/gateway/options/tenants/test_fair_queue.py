@@ -17,7 +17,7 @@ def anyone(_: Tenant) -> bool:
 
 
 def filled(counts: dict[Tenant, int]) -> FairQueue[str]:
-    """The items of tenant "a" are "a0", "a1", ..."""
+    """A queue with `counts` items of each tenant. The items of tenant "a" are "a0", "a1", ..."""
     queue: FairQueue[str] = FairQueue()
     for tenant, count in counts.items():
         for number in range(count):
@@ -26,6 +26,7 @@ def filled(counts: dict[Tenant, int]) -> FairQueue[str]:
 
 
 def take_all(queue: FairQueue[str], costs: dict[Tenant, float]) -> list[str]:
+    """Takes all items in order. For each item, charges the cost in `costs` to the item's tenant."""
     by_name = {tenant.caller_id: tenant for tenant in costs}
     taken = []
     while (item := queue.take(anyone)) is not None:

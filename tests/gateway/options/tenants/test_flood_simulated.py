@@ -37,6 +37,7 @@ class SimulatedReplica:
         self.world.connect("a", max_num_seqs=NUM_PLACES)
         self.clock = self.world.clock
         self.nums_running: list[int] = []
+        """The number of sequences in each step."""
         self.on_token: Callable[[Inflight], None] = lambda _: None
         self._waiting: dict[int, Inflight] = {}
         self._num_left: dict[int, int] = {}

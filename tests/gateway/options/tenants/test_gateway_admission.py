@@ -31,7 +31,9 @@ def spans_named(exporter: InMemorySpanExporter, name: str) -> list[ReadableSpan]
 
 
 async def flooded(served: Serving, num_waiting_then: int) -> list[Stream]:
-    """The scheduler runs no steps, so that no request ends."""
+    """Sends requests of tenant FLOODS until its slots are full and `num_waiting_then` requests
+    wait. The scheduler runs no steps, so that no request ends.
+    """
     streams = [Stream(served, headers=FLOODS) for _ in range(NUM_PLACES + 1)]
     await until(lambda: len(served.scheduler.adds) == NUM_PLACES + 1)
     streams += [Stream(served, headers=FLOODS) for _ in range(num_waiting_then)]

@@ -24,7 +24,7 @@ def only_cycles_are_left() -> Iterator[Counter[str]]:
     because they refer to each other.
     """
     gc.collect()
-    gc.freeze()
+    gc.freeze()  # later collections ignore the existing objects
     gc.disable()
     left: Counter[str] = Counter()
     try:
@@ -60,7 +60,7 @@ async def test_nothing_of_a_request_is_left_to_the_garbage_collector(
 ) -> None:
     scheduler = FakeScheduler()
     async with serving(model, scheduler, api_keys=("one",)) as served:
-        await ask(served, 60.0, stream=stream)
+        await ask(served, 60.0, stream=stream)  # creates shared objects
         for name, value in knobs.items():
             setattr(scheduler, name, value)
         await ask(served, seconds, stream=stream)

@@ -30,7 +30,9 @@ PLACES = ["file", pytest.param("redis", marks=needs_redis)]
 async def keyed(
     model: Path, place: str, tmp_path: Path, request: pytest.FixtureRequest, **settings: Any
 ) -> AsyncIterator[tuple[Serving, Keyring]]:
-    """At first there is one key, of the tenant "nobody"."""
+    """A gateway whose API keys are in a file or in Redis, and the keyring that changes them. At
+    first there is one key, of the tenant "nobody".
+    """
     ring: Keyring
     if place == "file":
         ring = FileKeyring(tmp_path / "keys.json")

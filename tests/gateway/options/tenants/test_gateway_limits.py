@@ -113,7 +113,9 @@ async def test_requests_at_once_are_refused_until_one_is_over(model: Path, tmp_p
 async def test_tokens_are_reserved_and_what_was_not_used_comes_back(
     model: Path, tmp_path: Path
 ) -> None:
-    """The request reserves 3 prompt tokens and 40 output tokens."""
+    """The request reserves 3 prompt tokens and 40 output tokens. In the end, 2 prompt tokens were
+    cached, and the answer has 2 tokens.
+    """
     scheduler = FakeScheduler(permits=0, num_cached_tokens=2, answer=[9, 0])
     async with limited(model, tmp_path, scheduler, tokens_per_minute=60) as (served, key):
         first = asyncio.create_task(post(served, key, max_tokens=40))
@@ -298,7 +300,7 @@ async def test_two_gateways_share_limits_through_redis_and_part_them_without_it(
         ]
         stores = [limit_store(served) for served in (one, two)]
         await until(lambda: all(store.num_gateways == 2 for store in stores))
-        for store in stores:
+        for store in stores:  # a long time limit, for busy machines
             store._take_seconds = DEADLINE_SECONDS
         statuses = [
             (await post(served, key)).status_code for _ in range(6) for served in (one, two)

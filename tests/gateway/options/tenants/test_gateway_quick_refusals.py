@@ -66,7 +66,7 @@ class Client:
         return int(status.split(" ")[1]), headers, body
 
     def end(self) -> None:
-        """Answers can still be read."""
+        """Ends sending. Answers can still be read."""
         self._writer.write_eof()
 
     def close(self) -> None:
@@ -81,7 +81,7 @@ def has_answer(client: socket.socket) -> bool:
 
 
 async def received(client: socket.socket) -> bytes:
-    """The event loop iterates the whole time, without sleeping."""
+    """Waits for data and returns it. The event loop iterates the whole time, without sleeping."""
     async with asyncio.timeout(DEADLINE_SECONDS):
         while not has_answer(client):  # noqa: ASYNC110 - each turn counts
             await asyncio.sleep(0)

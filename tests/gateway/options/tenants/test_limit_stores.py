@@ -166,10 +166,13 @@ def test_what_was_reserved_and_not_used_comes_back_and_what_was_used_beyond_it_i
     assert refused.wait_millis > 40_000
 
 
+# Behaviour of the limits that only Redis has.
+
+
 def lease_holder(
     server: RedisServer, name: str, take_seconds: float = PATIENT_SECONDS
 ) -> RedisLimits:
-    """Its slots expire after 0.9 s."""
+    """The limits in Redis as the gateway `name` uses them. Its slots expire after 0.9 s."""
     local = MemoryLimits(lambda: time.monotonic_ns() // 1_000_000)
     return RedisLimits(
         *(RedisConnection(server.url), name, local),
@@ -210,7 +213,7 @@ async def test_slots_are_held_while_their_gateway_lives(shared_redis: RedisServe
         await asyncio.sleep(0.1)
         taken = await two.take(limits, Change("b", slot_change=HOLD))
         assert taken.refused_by is Quota.CONCURRENCY
-    shared_redis.ask("FLUSHALL")
+    shared_redis.ask("FLUSHALL")  # the gateway acquires its slots anew
 
     async def is_held() -> bool:
         return bool(await two._redis.call(lambda client: client.zcard("slots:{t:slots}")) == 1)

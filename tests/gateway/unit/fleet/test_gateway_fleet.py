@@ -18,6 +18,8 @@ from tests.gateway.fake_fleet import (
     only_delta,
 )
 
+# The choice of a replica.
+
 
 def test_a_sequence_goes_to_the_replica_with_the_fewest_unfinished_ones() -> None:
     world = FakeFleet(3)
@@ -53,6 +55,9 @@ def test_replicas_that_cannot_run_steps_get_nothing() -> None:
     assert world.fleet.membership.why_not_ready() == ""
 
 
+# Sequences that wait for a replica.
+
+
 async def test_sequences_wait_in_order_of_arrival_for_a_replica() -> None:
     world = FakeFleet(1)
     mailboxes = [world.start() for _ in range(3)]
@@ -80,6 +85,9 @@ def test_a_sequence_that_is_aborted_while_it_waits_is_never_sent() -> None:
     world.start().close()
     world.connect("a")
     assert (world.fleet.num_waiting, world.links["a"].added) == (0, {})
+
+
+# The loss of a replica.
 
 
 async def test_a_lost_sequence_goes_on_elsewhere_with_its_tokens() -> None:
@@ -142,6 +150,9 @@ def test_a_token_between_losses_clears_a_sequence_of_suspicion() -> None:
     assert len(world.has("a")) == 1
 
 
+# Sequences that move to another replica.
+
+
 def test_sequences_leave_a_replica_that_cannot_run_steps_for_too_long() -> None:
     world = FakeFleet(2)
     world.connect("a")
@@ -184,6 +195,9 @@ def test_sequences_of_a_scheduler_that_drains_finish_there_while_it_can_run_step
     assert len(world.has(name)) == 0
 
 
+# All replicas serve one model.
+
+
 def test_replicas_with_another_model_get_nothing() -> None:
     world = FakeFleet(2)
     world.connect("a")
@@ -220,6 +234,9 @@ def test_limits_are_the_tightest_and_stay_known_while_no_replica_is_ready() -> N
     for name in "ab":
         world.replicas[name].closed("killed")
     assert world.fleet.limits().max_model_len == 80
+
+
+# The end of sequences.
 
 
 async def test_nan_is_the_requests_fault_where_it_bans_every_token() -> None:

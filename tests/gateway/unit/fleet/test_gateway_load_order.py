@@ -19,6 +19,9 @@ ALL = 1 << 30
 
 
 def a_while(world: FakeFleet, rng: random.Random, num_events: int) -> None:
+    """Makes random events happen: requests arrive, are admitted, get tokens and end, replicas
+    report their loads, and time passes.
+    """
     for _ in range(num_events):
         replica = rng.choice(list(world.replicas.values()))
         handles = list(replica.running)

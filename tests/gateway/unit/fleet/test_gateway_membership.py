@@ -24,6 +24,9 @@ def route_of(mailbox: Mailbox) -> tuple[str, RoutingReason]:
     return mailbox.routes[-1].address, mailbox.routes[-1].reason
 
 
+# Replicas that join.
+
+
 def test_a_fleet_may_begin_without_a_replica_and_sends_what_waits_to_the_first_one() -> None:
     world = FakeFleet(0)
     world.start()
@@ -66,6 +69,9 @@ def test_the_same_scheduler_under_two_addresses_gets_requests_by_one() -> None:
     assert world.fleet.membership.num_ready == 1
     world.start()
     assert len(world.has("b")) == 1
+
+
+# Replicas that leave.
 
 
 def test_a_replica_that_is_named_no_more_stays_as_long_as_it_has_a_session() -> None:
@@ -142,6 +148,9 @@ def test_a_replica_may_come_back_under_its_address() -> None:
         assert (names(world), world.opened) == ([], [])
 
 
+# Replicas with other models.
+
+
 def test_a_model_is_replaced_when_the_last_replica_of_the_old_one_has_drained() -> None:
     world = FakeFleet(0)
     world.fleet.set_addresses("redis", ["old", "new"])
@@ -182,6 +191,9 @@ def test_after_the_usual_time_another_model_is_taken() -> None:
     world.fleet.set_addresses("redis", ["other"])
     world.clock.advance(RESUBMIT_TIMEOUT_SECONDS)
     assert world.fleet.membership.num_ready == 1
+
+
+# Routing to replicas that join.
 
 
 def test_a_cold_replica_gets_its_share_of_a_hot_prefix_and_no_more_at_once() -> None:

@@ -62,6 +62,9 @@ def report(world: FakeFleet, name: str, num_requests: int = 0, num_tokens: int =
     )
 
 
+# The policies that do not use prefix caches.
+
+
 def test_an_unknown_policy_is_refused_by_name() -> None:
     parts = RoutingParts(random.Random(0), ManualClock(), FakeFleet(), 4)
     with pytest.raises(InvalidArgument, match="routing_policy must be one of cache-aware, "):
@@ -138,6 +141,9 @@ def test_sessions_stay_when_another_replica_is_lost() -> None:
     assert {s: a for s, a in before.items() if a != "c"} == {
         s: a for s, a in after.items() if before[s] != "c"
     }
+
+
+# The cache-aware policy.
 
 
 def test_a_sequence_goes_where_most_of_its_prompt_is_cached() -> None:
@@ -319,6 +325,9 @@ def test_embedded_prompts_and_prompts_shorter_than_a_block_are_routed_by_load() 
     report(world, "a", num_tokens=1)
     report(world, "b")
     assert route_of(world.start(prompt=[1])).address == "b"
+
+
+# Parts of the cache-aware policy.
 
 
 @given(

@@ -194,7 +194,7 @@ BOMBS = {
 async def test_a_bomb_takes_seconds_of_one_thread_and_none_of_the_event_loop(
     name: str, judge: GrammarJudge
 ) -> None:
-    await verdict(judge, REGEX, "a")
+    await verdict(judge, REGEX, "a")  # loads the tokenizer
     judging = asyncio.create_task(verdict(judge, JSON, BOMBS[name]))
     began, turns = time.process_time(), 0
     while not judging.done():

@@ -7,6 +7,7 @@ from services.gateway.core.request.request import ClientRequest, Prompt
 
 
 def answer(*logprobs: float) -> Answer:
+    """An answer whose tokens have these log-probabilities. Each row also has the best token."""
     token_ids = [token for index in range(len(logprobs)) for token in (index, 9)]
     rows = [value for logprob in logprobs for value in (logprob, 0.0)]
     return Answer(logprobs=LogprobRows.of(2, token_ids, rows, [2] * len(logprobs)))

@@ -31,6 +31,9 @@ FULL = ResourceExhausted("full", reason="QUEUE_FULL", retry_after_seconds=0.5)
 DRAINING = Unavailable("draining", retry_after_seconds=0.5)
 
 
+# Sequences that a scheduler refuses.
+
+
 def reject(world: FakeFleet, error: StepwellError) -> str:
     """Makes its replica refuse the request's only sequence. Returns the replica's name."""
     (name,) = (name for name in world.links if world.has(name))
@@ -89,7 +92,7 @@ async def test_a_sequence_that_was_accepted_before_waits_where_all_queues_are_fu
     reject(world, FULL)
     world.replicas["a"].state_changed(ReplicaState(ready=False, reason="no worker"))
     world.clock.advance(RESUBMIT_TIMEOUT_SECONDS)
-    await only_delta(mailbox)
+    await only_delta(mailbox)  # the sequence was admitted
     assert world.fleet.num_waiting == 0, "its time began with the loss"
 
 
@@ -103,6 +106,9 @@ async def test_what_is_wrong_with_a_request_is_wrong_everywhere() -> None:
     assert await error_of(mailbox) is wrong
     assert not world.has("a")
     assert not world.has("b")
+
+
+# The state of queues.
 
 
 def queue(num_waiting: int, seconds_per_request: float = 0.0) -> QueueState:
@@ -226,7 +232,7 @@ def test_new_requests_are_refused_while_too_many_prompt_tokens_have_no_output() 
     """The prompt tokens of a sequence count until its first output token, even while it waits."""
     world = FakeFleet(1, max_num_queued_tokens=9)
     ann = Caller("ann")
-    first = world.start(prompt=[1] * 5)
+    first = world.start(prompt=[1] * 5)  # six tokens, and no replica yet
     for caller in (ANYONE, ann):
         world.fleet.check_room(caller, None)
     world.connect("a")

@@ -1,4 +1,6 @@
-"""Tool arguments in which the model made mistakes, and their repair."""
+"""Tool arguments in which the model made mistakes. Every API escapes them. In Anthropic's API they
+are also repaired to a JSON object.
+"""
 
 import json
 from typing import Any

@@ -13,6 +13,7 @@ from services.gateway.adapters.tokenizer.hf_tokenizer import HfTokenizer, load_t
 from services.gateway.core.text.detokenizer import new_detokenizer
 from tests.gateway.tiny_tokenizer import write_marked_tokenizer, write_tokenizer
 
+# Texts with characters of one to four bytes, combining characters, and any others.
 TEXT = st.text(
     st.one_of(
         st.sampled_from("the stop 世界 é🙂👩‍👩‍👧 ١ ￼"), st.characters(exclude_categories=["Cs"])

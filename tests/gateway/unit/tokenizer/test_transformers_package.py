@@ -76,6 +76,7 @@ def described(directory: Path) -> list[Any]:
 
 
 def run(directories: list[Path]) -> list[Any]:
+    """Runs PROGRAM in a separate process. Returns its output."""
     given = {"text": TEXT, "messages": MESSAGES, "directories": [*map(str, directories)]}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],

@@ -21,11 +21,11 @@ def parts(timeline: Timeline) -> list[tuple[Part, int]]:
 def test_each_part_begins_where_the_one_before_it_ends() -> None:
     timeline = Timeline(count(10).__next__, Part.ADMIT, began=3)
     timeline.enter(Part.READ)
-    timeline.enter(Part.READ)
+    timeline.enter(Part.READ)  # the part continues
     timeline.enter(Part.PARSE)
     timeline.end("done")
     timeline.end("again")
-    timeline.enter(Part.WRITE)
+    timeline.enter(Part.WRITE)  # has no effect after the end
     assert parts(timeline) == [(Part.ADMIT, 3), (Part.READ, 10), (Part.PARSE, 11)]
     assert (timeline.ended, timeline.stretches[-1].outcome) == (12, "done")
     assert timeline.nanos_of(Part.ADMIT, Part.PARSE) == 7 + 1

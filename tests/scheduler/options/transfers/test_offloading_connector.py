@@ -52,8 +52,8 @@ PROMPT = list(range(100, 113))
 
 
 class Story:
-    """Its workers are simulated, and sample the token 7 each time. Loads end when the test calls
-    `finish_loads`.
+    """A scheduler with a KV connector. Its workers are simulated, and sample the token 7 each time.
+    Loads end when the test calls `finish_loads`.
     """
 
     def __init__(self, config: SchedulerConfig = CONFIG, num_tier_blocks: int = 20) -> None:
@@ -106,12 +106,15 @@ class Story:
         return plan
 
     async def run(self) -> None:
+        """Runs steps until nothing is left to do. A load ends in the step after its own."""
         while self.scheduler.has_work:
             self.finish_loads()
             await self.step()
 
     async def stored(self) -> "Story":
-        """The prompt's three blocks are then only in the tier."""
+        """Runs a request with `PROMPT` and empties the prefix cache. The prompt's three blocks are
+        then only in the tier.
+        """
         self.add()
         await self.run()
         assert await self.scheduler.reset_prefix_cache()
@@ -209,13 +212,14 @@ async def test_of_a_window_only_what_is_seen_is_loaded() -> None:
     story = await Story(WINDOWED).stored()
     story.add()
     load = await story.step_with_a_load()
+    # With a window of 5 tokens, the query at position 12 sees positions 8 to 12.
     assert [transfer.key[-1] for transfer in load.blocks] == [0, 0, 0, 1]
 
 
 async def test_what_a_hit_brought_is_stored_before_the_window_leaves_it() -> None:
     groups = (CONFIG.all_groups[0], KVCacheGroup(AttentionType.SLIDING_WINDOW, 4, window=2))
     story = Story(replace(CONFIG, groups=groups), num_tier_blocks=6)
-    for first in (100, 300):
+    for first in (100, 300):  # the second prompt evicts the first from the tier, not from the cache
         story.add(list(range(first, first + 13)))
         await story.run()
     request = story.add()
@@ -375,6 +379,7 @@ async def test_a_tier_smaller_than_what_a_step_fills_stores_what_is_left_of_it()
     story = Story(num_tier_blocks=2)
     story.add()
     await story.step()
+    # The tier has room for two blocks, so the last of the three full blocks is not stored.
     assert stores(await story.step()) == [(1, 0), (2, 1)]
 
 
@@ -399,4 +404,5 @@ async def test_decoded_blocks_are_stored_once_their_tokens_are_known(
     stored: list[tuple[int, int]] = []
     while story.scheduler.has_work:
         stored += stores(await story.step())
+    # The last of the 13 tokens is never computed, so only three blocks are full.
     assert [block for block, _ in stored] == [1, 2, 3]

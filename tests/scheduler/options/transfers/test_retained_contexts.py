@@ -20,6 +20,8 @@ from tests.scheduler.story import prompt
 
 
 class Run:
+    """A scheduler with a KV connector. Each step takes a tenth of a second of simulated time."""
+
     def __init__(
         self,
         sources: dict[RequestKey, ExternalTokens] | None = None,
@@ -42,7 +44,7 @@ class Run:
         self.scheduler = Scheduler(
             self.config, self.pool, connected(self.connector), lambda: self.now
         )
-        for _ in range(20):
+        for _ in range(20):  # a prompt token is estimated to cost a second
             self.scheduler.step_costs.observe(1, 1, 1.0)
             self.scheduler.step_costs.observe(1, 101, 101.0)
         self._in_flight: deque[SchedulerOutput] = deque()

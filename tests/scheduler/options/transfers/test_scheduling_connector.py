@@ -41,7 +41,9 @@ def elsewhere(num_tokens: int, **fields: Any) -> Record:
 async def story(
     *adds: tuple[int, Record], aborts: tuple[tuple[int, str], ...] = (), **config: Any
 ) -> list[Record]:
-    """Returns the records of all steps."""
+    """Runs a scenario in which requests arrive, or are aborted, before the given steps. Returns the
+    records of all steps.
+    """
     events: list[Record] = [{"step": step, "add": add} for step, add in adds]
     events += [{"step": step, "abort": name} for step, name in aborts]
     connector = config.pop("connector", {})
@@ -132,6 +134,9 @@ async def test_what_was_loaded_before_the_first_invalid_block_stays():
 
 
 async def test_a_victim_leaves_no_hash_of_a_block_that_was_not_loaded():
+    """The first of the blocks that the request loads is invalid. The request computes half of this
+    block, token by token, and is then preempted.
+    """
     steps = await story(
         (0, request("a", 5, first=300) | {"max_tokens": 8}),
         (1, request("b", 13, **elsewhere(12, fail_blocks=[0], times=1))),

@@ -1,5 +1,5 @@
-"""The engine adds requests and delivers tokens in spite of pauses, aborts, and lost pools or
-workers.
+"""The engine, the scheduler's loop that plans and sends steps: it adds requests and delivers
+tokens, in spite of pauses, aborts, and losses of the pool or the workers.
 """
 
 import asyncio

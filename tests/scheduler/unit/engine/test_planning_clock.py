@@ -19,6 +19,9 @@ Seconds = st.floats(0, 0.1)
 
 
 def run_steps(clock: PlanningClock, count: int, room: float, num_tokens: int = 8) -> None:
+    """Runs `count` steps of one size in a row. If planning starts later than `room` after the start
+    of such a step, the workers must wait for the next step.
+    """
     for step in range(count):
         clock.begins(num_tokens, 100.0)
         clock.planned(step, clock.due)
@@ -86,6 +89,10 @@ def test_steps_that_are_done_before_the_next_was_planned_are_put_off_less() -> N
 
 
 def test_planning_that_began_late_for_another_reason_counts_as_messages_do() -> None:
+    """Planning was due at once, but began 4 ms later. The step arrived 20 ms before the workers
+    could run it. The 4 ms do not count as room for delays. Neither do the times of planning and of
+    messages.
+    """
     clock = PlanningClock()
     for step in range(MIN_STEPS):
         clock.begins(8, 100.0)
@@ -169,5 +176,6 @@ def test_workers_seldom_wait_and_never_for_longer_than_planning_takes(
     assert max(waits) <= overhead + jitter / 4 + 1e-9
     settled = waits[RECENT_STEPS:]
     assert sum(settled) <= 0.001 * len(settled) * step_seconds
+    # A request that arrives waits only for the end of the running step, not of the next one.
     longest = overhead + 3 * jitter + MARGIN_SECONDS + LEAST_SECONDS
     assert max(delays[RECENT_STEPS:]) <= longest + 1e-9

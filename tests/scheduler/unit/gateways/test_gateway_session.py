@@ -9,6 +9,8 @@ from services.scheduler.core.request import Request
 
 
 class Writer:
+    """The writer of a local stream. The test decides whether it can write."""
+
     def __init__(self) -> None:
         self.can_write = True
         self.written: list[scheduler_pb2.SessionResponse] = []
@@ -33,9 +35,9 @@ async def test_tokens_are_written_at_once_unless_something_precedes_or_follows_t
     assert [one.number for one in writer.written] == [1, 2]
     assert [list(one.deltas.token_ids) for one in writer.written] == [[1], [2]]
 
-    writer.can_write = False
+    writer.can_write = False  # the gateway reads slowly
     deliver(session, 3)
-    writer.can_write = True
+    writer.can_write = True  # the task has not written step 3 yet
     deliver(session, 4)
     assert list(outbox.take().token_ids) == [3, 4]
 
@@ -44,7 +46,7 @@ async def test_tokens_are_written_at_once_unless_something_precedes_or_follows_t
     assert outbox.take_announced() is not None
     assert list(outbox.take().token_ids) == [5]
 
-    outbox.wake()
+    outbox.wake()  # as at the session's end
     deliver(session, 6)
     assert list(outbox.take().token_ids) == [6]
 

@@ -214,6 +214,9 @@ def prompt_rows(first: int, count: int, *, sampled: bool = False) -> worker_pb2.
 async def ranks_told(
     sessions: Sessions, session: GatewaySession, request: Request, *chunks: tuple[int, int]
 ) -> list[int]:
+    """The ranks in the rows that are sent for a prompt, which is computed in `chunks` (pairs of a
+    start and a number of tokens).
+    """
     for start, count in chunks:
         rows = prompt_rows(start + 1, count)
         sessions.deliver(update(start, [request], [[]], logprobs=rows, start=start))

@@ -120,6 +120,9 @@ async def test_a_log_tells_adapters_and_who_was_passed_over() -> None:
         )
 
 
+# Traces
+
+
 async def test_the_trace_of_a_request_shows_its_own_reason() -> None:
     story = TracedStory(max_loras=1, max_num_seqs=2)
     story.arrive("a", prompt(4), adapter_digest=LLAMA, max_tokens=4)
@@ -173,6 +176,9 @@ def test_waits_of_one_request_are_forgotten_one_by_one() -> None:
     assert len(kept) == MAX_WAITS
     assert kept[-1] == OwnWait(5000, 6000, ADAPTERS)
     assert not waits.forget(request, 7000)
+
+
+# Grammars
 
 
 async def test_who_waits_for_its_grammar_is_overtaken_and_keeps_its_place() -> None:

@@ -9,6 +9,7 @@ from tests.scheduler.story import Story, names, prompt
 
 
 def requests_running(*request_ids: str) -> tuple[RunningRequests, dict[str, Request]]:
+    """Requests that were admitted in this order. Each has ten computed tokens."""
     running = RunningRequests()
     requests = {
         name: Request(name, key, [7] * 10, 10, SamplingParams(max_tokens=50))

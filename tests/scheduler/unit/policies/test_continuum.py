@@ -29,6 +29,7 @@ class Agents:
     async def turn(
         self, first: int = 100, num_tokens: int = 31, after: Request | None = None, **fields: Any
     ) -> Request:
+        """Runs a request to its end: a program's first turn, or the turn that continues `after`."""
         token_ids = prompt(num_tokens, first)
         if after is not None:
             token_ids = [*after.token_ids, *prompt(4, first)]
@@ -59,6 +60,9 @@ class Agents:
     @property
     def num_free(self) -> int:
         return self.story.pool.core.num_free_blocks
+
+
+# Which turns are pinned
 
 
 async def test_a_turn_is_pinned_for_two_seconds_after_its_end() -> None:
@@ -156,6 +160,9 @@ async def test_a_client_may_say_which_tool_follows_and_that_none_does() -> None:
     assert not agents.holds(last)
 
 
+# How long a pin lasts
+
+
 async def test_a_new_pin_of_a_program_ends_the_earlier_one() -> None:
     agents = Agents()
     first = await agents.pinned()
@@ -194,6 +201,9 @@ async def test_a_pin_outlives_its_deadline_while_the_next_turn_waits() -> None:
     assert not agents.holds(first)
 
 
+# The order of admission
+
+
 async def test_pinned_programs_come_first_and_then_the_oldest() -> None:
     agents = Agents(max_num_seqs=1, num_blocks=101)
     old = await agents.turn(100)
@@ -223,6 +233,9 @@ async def test_requests_without_a_program_come_last() -> None:
         queue.add(request)
     queue.put_in_order()
     assert list(queue) == [known, strange]
+
+
+# Preemption
 
 
 async def running(agents: Agents, *programs: Request | int, max_tokens: int = 80) -> list[Request]:
@@ -304,6 +317,9 @@ async def test_a_victim_that_the_step_has_scheduled_leaves_it() -> None:
         agents.story.take_in(plan, agents.story.model.run_plan(plan))
 
 
+# The pool
+
+
 async def test_a_reset_and_a_flush_free_all_pins() -> None:
     agents = Agents()
     request = await agents.pinned()
@@ -337,6 +353,9 @@ async def test_the_programs_that_are_known_are_bounded(policy: str) -> None:
     assert len(agents.pins.held) == len(agents.pins._pinned_of) == 1
 
 
+# The policy of the paper, continuum-ttl
+
+
 def slow_prompts(agents: Agents) -> Agents:
     for number in range(1, 20):
         agents.story.scheduler.step_costs.observe(number, number, 0.001)
@@ -348,7 +367,7 @@ async def test_a_pin_ends_with_the_admission_of_the_next_turn() -> None:
     agents = slow_prompts(Agents(TTL, num_blocks=101))
     pinned = await agents.pinned()
     await agents.at(3.3)
-    assert agents.holds(pinned)
+    assert agents.holds(pinned)  # the pin lasts for ln 32 = 3.5 s
     (following,) = await running(agents, pinned)
     await agents.story.step()
     assert following.num_cached_tokens == 32

@@ -34,6 +34,7 @@ async def test_a_wish_keeps_half_of_the_value_until_its_time_has_passed() -> Non
         agents.now = other.now = now
         without_wish, kept_value = value(other), value(agents)
         assert without_wish < 0.02 * first
+        # The pause of this context is now the longest, which lowers the context's value a little.
         half = agents.retention.worth.pauses.index(b"", "", 0.0) / 2
         assert half == pytest.approx(first / 2, rel=0.1)
         assert kept_value == (half if is_kept else without_wish)

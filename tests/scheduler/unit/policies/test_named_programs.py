@@ -25,7 +25,9 @@ def program_of(agents: Agents, name: str) -> Program:
 
 
 async def test_a_named_program_goes_on_with_a_context_that_begins_differently() -> None:
-    """The client has shortened the conversation."""
+    """The client has shortened the conversation. The old context (the KV blocks of the program's
+    last request) is dropped.
+    """
     agents = Agents()
     job = DeclaredProgram("job")
     await agents.turn("one", prompt(16), program=job)

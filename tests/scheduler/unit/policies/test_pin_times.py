@@ -72,6 +72,7 @@ def test_a_tool_that_is_hardly_known_is_judged_by_all_pauses() -> None:
         times.pauses.add("sed", 0.5)
     assert times.seconds("sed", 1000) == pytest.approx(math.log(10), rel=1e-3)
     times.pauses.add("make", 60.0)
+    # A pin of half a second is long enough for all but one of 101 pauses.
     assert times.seconds("sed", 1000) == times.seconds("make", 1000) == 0.5
     for _ in range(LEAST_PAUSES):
         times.pauses.add("make", 60.0)

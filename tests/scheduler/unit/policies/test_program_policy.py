@@ -26,7 +26,9 @@ TOOL_SECONDS = 1.0
 
 
 def index_by_definition(seconds: list[float], age: float) -> float:
-    """The largest P(pause <= t) / E[min(pause, t)] for the time that is left after `age`."""
+    """The largest value of P(pause <= t) / E[min(pause, t)] for the time that is left after `age`.
+    As t, tries all pauses longer than `age`. One more pause of age + 1 is assumed.
+    """
     left = [one - age for one in seconds if one > age] + [age + 1]
     within = [one for one in left if one < math.inf]
     return max(
@@ -62,6 +64,7 @@ def test_a_tool_after_which_nobody_returns_is_worth_little() -> None:
         pauses.ended(b"", "sed", 0.5)
     assert pauses.index(b"", "", 0.0) == pauses.index(b"", "sed", 0.0)
     pauses.note_ongoing((b"", "", float(seconds)) for seconds in range(1, 21))
+    # 20 pauses, and the assumed one of 1 s. Only the assumed one ends within 1 s.
     assert pauses.index(b"", "", 0.0) == pytest.approx(1 / 21)
     assert pauses.index(b"", "sed", 0.0) == pytest.approx(21 / 11)
     pauses.note_ongoing([])
@@ -94,6 +97,7 @@ def test_a_new_application_is_expected_to_be_like_other_new_ones() -> None:
     for number in range(40):
         ended.add(Program(agent, 0.0, num_turns=20, num_tokens=2_000))
         ended.add(Program(BlockHash(bytes([number])), 0.0, num_turns=2, num_tokens=200))
+    # 40 conversations and the agent's first 5 programs average 4 turns of 100 tokens.
     assert ended.expected_tokens(BlockHash(b"new"), 0) == pytest.approx(400)
     assert ended.expected_tokens(agent, 0) == pytest.approx(2_000)
 
@@ -107,6 +111,7 @@ def test_a_program_that_is_presumed_to_have_ended_counts_until_it_returns() -> N
         ended.presume(one)
         ended.presume(one)
     assert ended.expected_tokens(agent, 0) == pytest.approx(200)
+    # Only an application's first five programs count for others: 1, 3, 1, 3 and 1 turns.
     assert ended.expected_tokens(BlockHash(b"new"), 0) == pytest.approx(180)
     for one in programs[::2]:
         ended.returned(one)
@@ -320,6 +325,7 @@ async def test_contexts_of_a_tenant_with_more_than_its_share_are_worth_less() ->
         context.program.tenant: value
         for value, context in agents.retention.worth.ranked(agents.now)
     }
+    # By its weight, the share of tenant "many" is a quarter of the blocks, but it has 80 %.
     assert values[b"few"] / values[b"many"] > 2.5
     assert agents.retention.worth.tenants_factors() == {b"many": pytest.approx(3.2), b"few": 1.0}
 
@@ -343,6 +349,7 @@ async def test_a_tenant_has_no_more_contexts_than_its_limit() -> None:
     contexts.append(await agents.turn("600", prompt(17, first=600), **limited))
     owners = [one.program.tenant for one in agents.retention._contexts.values()]
     assert owners == [b"", b"limited", b"free", b"free", b"limited"]
+    # The context was dropped, but the program's next turn still continues the program.
     later = agents.story.add("later", [*contexts[1], 7], **limited)
     assert later.program_turn is not None
     assert later.program_turn.number == 2
@@ -369,6 +376,7 @@ async def test_a_request_without_its_context_leaves_headroom(num_warm: int) -> N
     await agents.step()
     agents.story.add("large", prompt(130, first=600), max_tokens=2)
     plan = await agents.story.scheduler.schedule()
+    # 34 blocks are free and 33 are needed, but a tenth of the 40 blocks must stay free.
     assert (plan.new, plan.wait_reason) == ([], WaitReason.HEADROOM)
 
 

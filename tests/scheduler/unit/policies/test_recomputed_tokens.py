@@ -24,6 +24,7 @@ async def test_a_context_that_others_took() -> None:
     context = await agents.turn("one", prompt(24))
     await agents.turn("large", prompt(70, first=600), max_tokens=2)
     await agents.turn("two", [*context, 7])
+    # The large request needed 18 of the 20 blocks, so at most two of the context's seven are left.
     assert told.counts["evicted"] >= 20
     assert told.counts["preempted"] == told.counts["lost"] == 0
 

@@ -17,7 +17,7 @@ def h(name: str) -> BlockHash:
 
 
 def stored(names: str, parent: str | None = None, group: int = 0) -> BlockStored:
-    """Each has one token, the letter's number."""
+    """An event for blocks that are named by letters. Each has one token, the letter's number."""
     tokens = pack_token_ids([ord(name) - ord("a") for name in names])
     return BlockStored(
         tuple(map(h, names)), None if parent is None else h(parent), tokens, group, CacheNamespace()

@@ -18,7 +18,9 @@ UNIX = 1_700_000_000.0
 
 
 class MeasuredStory(Story):
-    """Its clock advances only during steps, or when the test sets it."""
+    """A Story (a scheduler and pool whose steps are recorded). Its clock advances only during
+    steps, or when the test sets it.
+    """
 
     def __init__(self, **config: Any) -> None:
         super().__init__(**config)
@@ -40,6 +42,7 @@ class MeasuredStory(Story):
         self.metrics.ended([request])
 
     async def take(self, seconds: float) -> tuple[SchedulerOutput, list[Any]]:
+        """Runs a step that takes `seconds`. Returns its plan and its tokens."""
         plan = await self.scheduler.schedule()
         self.metrics.admitted(plan.new)
         self.now += seconds
@@ -48,8 +51,8 @@ class MeasuredStory(Story):
         return plan, list(update.token_ids)
 
     def read(self) -> dict[str, float]:
-        """A sample's name is the metric's name without the prefix `vllm:`, followed by the values
-        of its labels.
+        """Maps samples that are not 0 to their values, without buckets. A sample's name is the
+        metric's name without the prefix `vllm:`, followed by the values of its labels.
         """
         return {
             " ".join([sample.name.removeprefix("vllm:"), *sample.labels.values()]): sample.value

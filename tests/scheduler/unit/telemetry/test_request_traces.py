@@ -153,6 +153,7 @@ async def test_the_times_of_a_decoding_add_up_to_it() -> None:
             names.ATTR_OVERHEAD_SECONDS,
         )
     }
+    # In two of the four steps, 9 of 10 and 3 of 4 tokens belong to the prompt of request b.
     others = 0.9 * (9 / 10 + 3 / 4)
     assert seconds == pytest.approx(
         {
@@ -172,6 +173,7 @@ async def test_a_step_that_leaves_a_decoding_request_out_is_ahead_of_it() -> Non
     story = TracedStory(max_num_batched_tokens=4, num_blocks=50)
     story.arrive("long", prompt(12), max_tokens=2)
     await story.watched_step()
+    # Request b is scheduled after "long", whose prompt uses up the budget of some steps.
     story.arrive("b", prompt(1, 500), max_tokens=3)
     await story.to_the_end()
     decoded = story.span(names.SPAN_REQUEST_DECODE, "b")
@@ -318,6 +320,9 @@ async def test_what_runs_when_the_engine_ends_leaves_its_spans() -> None:
     assert story.waterfall("a").parts[-1] == decode(1, 2)
 
 
+# Steps
+
+
 def steps(story: TracedStory) -> list[Seen]:
     return [span for span in story.spans() if span.name == names.SPAN_STEP]
 
@@ -366,6 +371,9 @@ async def test_a_long_decoding_links_to_its_first_and_last_steps() -> None:
     expected = [of_step[step] for step in (*range(1, 65), *range(137, 201))]
     assert list(decoded.links) == expected
     assert decoded.attributes[names.ATTR_NUM_LINKS_LEFT_OUT] == 200 - 128
+
+
+# Spans that are exported when a request ends, or later
 
 
 async def test_the_spans_of_an_unsampled_request_are_there_if_they_are_wanted_later() -> None:

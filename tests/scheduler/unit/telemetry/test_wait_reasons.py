@@ -23,6 +23,8 @@ RECOVERY = WaitReason.RECOVERY
 
 
 class Book:
+    """Records the wait reasons in planned steps. Its clock advances by one at each reading."""
+
     def __init__(self) -> None:
         self.reasons = WaitReasons()
         self.now = itertools.count(1).__next__
@@ -132,6 +134,9 @@ def test_the_newest_changes_are_remembered_and_no_more() -> None:
     assert book.reasons.steps_since(waiting) == {BUDGET: MAX_CHANGES, NO_BLOCKS: MAX_CHANGES}
     assert book.reasons.has_forgotten(waiting)
     assert not book.reasons.has_forgotten(book.begin())
+
+
+# The reasons for which the scheduler lets requests wait
 
 
 async def reason_of(story: Story) -> WaitReason | None:

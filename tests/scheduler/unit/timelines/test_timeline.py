@@ -1,4 +1,6 @@
-"""The timeline of a request: phases, and parts of each phase, follow each other without gaps."""
+"""The timeline of a request: phases, and parts of each phase, which follow each other without gaps
+even when many are merged.
+"""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -50,6 +52,7 @@ def test_many_chunks_become_a_few() -> None:
     timeline = Timeline(0)
     timeline.admit(0, 0)
     for step in range(1000):
+        # Every second chunk has waited for a step of other requests.
         timeline.add_chunk(chunk(step, 10 * step + 5 * (step % 2), 10 * step + 10), "step_ahead")
     timeline.enter(PhaseKind.DECODE, 10_000)
     timeline.first_token = 10_000

@@ -17,8 +17,8 @@ A, B, C = (Adapter(bytes([number]) * 32, f"adapter-{number}", "/a") for number i
 
 
 class Workers:
-    """A call arrives after `turns_there` iterations of the event loop, and its answer after
-    `turns_back` more.
+    """Workers that load adapters, or fail if the test sets `failures`. A call arrives after
+    `turns_there` iterations of the event loop, and its answer after `turns_back` more.
     """
 
     def __init__(self) -> None:
@@ -145,7 +145,9 @@ async def test_new_workers_get_what_the_old_ones_held() -> None:
 
 @pytest.mark.parametrize(("there", "back"), [(1, 0), (1, 3), (3, 1)])
 async def test_new_workers_hold_an_adapter_that_is_loaded_meanwhile(there: int, back: int) -> None:
-    """New workers load the adapters that the old ones had."""
+    """New workers load the adapters that the old ones had. Before, during or after these calls, the
+    call that loads adapter C arrives, at the old or the new workers.
+    """
 
     async def lose(replica: Replica, after: int) -> None:
         await turns(after)

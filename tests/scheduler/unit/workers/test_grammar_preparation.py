@@ -100,7 +100,7 @@ async def test_a_request_waits_until_the_workers_are_done() -> None:
     ("failure", "error"),
     [
         (InvalidArgument("no such rule"), "no such rule"),
-        # The request runs in spite of the failure.
+        # The request runs in spite of the failure. The worker compiles the grammar in the step.
         (Unavailable("the worker is away"), ""),
     ],
 )

@@ -30,8 +30,8 @@ def make_request(row: int, num_tokens: int, **fields: Any) -> Request:
 
 
 def plan_of_four() -> SchedulerOutput:
-    """A decoding request, a chunk inside a prompt, two drafts, and a whole prompt with
-    log-probabilities.
+    """A step with four requests. The first decodes, the second computes a chunk inside its prompt,
+    the third has two drafts, and the fourth computes its whole prompt with log-probabilities.
     """
     plain, wanted = SamplingParams(), SamplingParams(logprobs=2, prompt_logprobs=1)
     requests = [

@@ -10,8 +10,8 @@ _MASK = 2**64 - 1
 
 @dataclass(frozen=True)
 class Oracle:
-    """`windows` has the window of each KV-cache group. Tokens in `ends`, which would end a request,
-    are never the next token.
+    """Computes the simulated model's tokens. `windows` has the window of each KV-cache group.
+    Tokens in `ends`, which would end a request, are never the next token.
     """
 
     vocab_size: int
@@ -19,6 +19,7 @@ class Oracle:
     windows: tuple[int | None, ...] = (None,)
 
     def next_token(self, token_ids: Sequence[int], adapter: int = 0) -> int:
+        """The token after `token_ids`. `adapter` is the adapter's number plus 1, or 0 for none."""
         candidates = [token for token in range(self.vocab_size) if token not in self.ends]
         return candidates[self._hash(token_ids, adapter) % len(candidates)]
 

@@ -61,7 +61,7 @@ def save_draft(directory: Path) -> Path:
 
 
 def build(directory: Path, group: Group | None = None, **settings: Any) -> Worker:
-    """Without a profile, steps take no time."""
+    """A simulated worker of the model in a directory. Without a profile, steps take no time."""
     profile = settings.pop("profile", None) or save_profile(directory)
     wanted = WorkerSettings(
         model=directory, device=DeviceSetting.SIMULATED, profile=profile, **settings
@@ -81,6 +81,7 @@ def model_runner(worker: Worker) -> ModelRunner:
 
 
 def timed_model(worker: Worker) -> TimedModel:
+    """The worker's model. It records the simulated time of each run."""
     model = model_runner(worker).model
     model = model.model if isinstance(model, StagedModel) else model
     assert isinstance(model, TimedModel)

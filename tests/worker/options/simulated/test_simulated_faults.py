@@ -31,6 +31,7 @@ class Run:
         self.faults = Faults(rules, self.device, self.ended.append)
 
     def step(self) -> float | str:
+        """Runs a step. Returns its time in seconds, or a text that describes its failure."""
         began = self.device.clock()
         self.device.begin_step()
         try:
@@ -123,7 +124,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def test_a_worker_whose_step_failed_answers_as_before(directory: Path) -> None:
-    """Then the worker drops all requests."""
+    """The second step of the first answer fails. Then the worker drops all requests."""
     worker = build(directory, device_faults="at step 2: fail", **LIMITS)
     with pytest.raises(DeviceFault, match="step 2"):
         answer(worker, request(0), 3)

@@ -100,6 +100,7 @@ def test_a_grammar_selects_among_the_other_tokens(tmp_path: Path) -> None:
 def test_blocks_come_back_from_the_tier_unless_a_copy_is_lost(
     tmp_path: Path, is_lost: bool
 ) -> None:
+    """A request's first two blocks are stored in host memory and loaded into other blocks."""
     worker = simulated(tmp_path, kv_offloading_size=0.001, **LIMITS)
     keys = tuple(bytes(35) + bytes([n]) for n in range(2))
     worker.runner.execute(step(0, (0, 9, 0), new_requests=(request(0),)))

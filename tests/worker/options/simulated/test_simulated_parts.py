@@ -83,14 +83,14 @@ class Stages:
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """The model has five layers without weights, and two KV-cache groups."""
+    """A model of five layers without weights, with two KV-cache groups."""
     torch.set_num_threads(1)
     save_configuration(tmp_path, "gemma2")
     return tmp_path
 
 
 def answer(run: Callable[[StepInput], StepOutput], count: int) -> list[int]:
-    """The first `count` output tokens after PROMPT."""
+    """The first `count` output tokens after PROMPT. Each decode step computes the last one."""
     tokens = [PROMPT[-1]]
     for number in range(count):
         start = (0, 1, 4 + number) if number else (0, 5, 0)
@@ -120,7 +120,7 @@ def test_a_wrong_block_in_any_stage_changes_the_answer(directory: Path, stage: i
     with closing(Stages(directory, 3, **LIMITS)) as stages:
 
         def run(one: StepInput) -> StepOutput:
-            if one.step == 1:
+            if one.step == 1:  # overwrite the first block of the first KV-cache group
                 planes = model_runner(stages.workers[stage]).attention.planes
                 planes[:, 1] = planes[:, 40]
             return stages.execute(one)
@@ -159,7 +159,7 @@ def model_of(worker: Worker) -> SimulatedModel:
 def test_weights_in_eight_bits_are_read_four_times_as_fast_and_leave_more_memory(
     directory: Path, setting: QuantizationSetting
 ) -> None:
-    """The embedding stays unquantized."""
+    """Unquantized weights have 32 bits. The embedding stays unquantized."""
     profile = save_profile(directory, HARDWARE)
     plain, quantized = (
         build(directory, profile=profile, quantization=each, **LIMITS | NO_BLOCKS)
@@ -183,7 +183,7 @@ def test_weights_that_are_stored_in_four_bits_stay_so(directory: Path) -> None:
         model_of(build(directory, quantization=each, **LIMITS)).size
         for each in (QuantizationSetting.AUTO, QuantizationSetting.INT8)
     ]
-    assert sizes[0].read_bytes > sizes[1].read_bytes
+    assert sizes[0].read_bytes > sizes[1].read_bytes  # by the bytes of the head
     assert sizes[0].products_per_token == sizes[1].products_per_token
 
 

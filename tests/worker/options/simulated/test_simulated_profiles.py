@@ -107,7 +107,7 @@ def test_steps_of_single_tokens_have_their_own_costs() -> None:
 
 
 def timed(directory: Path, text: str, **settings: Any) -> tuple[TimedRunner, Clock]:
-    """The clock of the worker advances only by the simulated times."""
+    """A worker whose profile is `text`. Its clock advances only by the simulated times."""
     text = f"kv_cache_memory_bytes = 1_000_000\n{text}"
     worker = simulated(
         directory, profile=save_profile(directory, text), max_model_len=96, **settings
@@ -125,7 +125,9 @@ PROMPT = step(0, (0, 5, 0), new_requests=(new(0, SamplingParams()),))
 def test_a_step_that_is_queued_in_time_starts_when_the_step_before_it_ends(
     tmp_path: Path, delay: float
 ) -> None:
-    """The prompt's step takes ten seconds, and the decode step eight."""
+    """The prompt's step takes ten seconds, and the decode step eight. The decode step is queued at
+    the same time as the prompt's step, or seven seconds later.
+    """
     runner, clock = timed(tmp_path, "[mixed]\nseconds = 10\n[decode]\nseconds = 8")
     flying = [runner.begin(PROMPT)]
     clock.now += delay

@@ -62,8 +62,8 @@ class OracleProposer:
 
 
 class Workers:
-    """Steps and outputs are encoded as messages and decoded again. The KV cache begins with random
-    contents.
+    """Gives a simulated worker the interface of a Story's PagedModel. Steps and outputs are encoded
+    as messages and decoded again. The KV cache begins with random contents.
     """
 
     def __init__(self, worker: Worker, num_speculative_tokens: int) -> None:
@@ -144,7 +144,7 @@ def _num_blocks(num_groups: int) -> int:
     params=["llama", "mistral_window", "gemma2 drafts"],
 )
 def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Worker:
-    """Its vocabulary contains the tokens of the random worlds."""
+    """A worker that proposes drafts. Its vocabulary contains the tokens of the random worlds."""
     kind, _, has_draft_model = request.param.partition(" ")
     directory = tmp_path_factory.mktemp(kind)
     save_configuration(directory, kind)
@@ -170,6 +170,7 @@ def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_every_request_gets_its_own_tokens(worker: Worker, async_scheduling: bool) -> None:
+    """Requests are preempted, aborted, and admitted with prefix hits. Pool and worker restart."""
     happened: Counter[str] = Counter()
     groups = tuple(
         group.kv_cache_group(BLOCK_SIZE, MAX_MODEL_LEN) for group in worker.description.groups

@@ -85,8 +85,8 @@ def llama(tmp_path: Path) -> Worker:
 
 
 def _prompt_and_decode(worker: Worker, *, before_decode: dict[int, int], **changes) -> list[int]:
-    """Between the two, overwrites blocks: `before_decode` maps a block to the block from which it
-    gets its contents.
+    """Runs a prompt's step and a decode step, and returns their tokens. Between the two, overwrites
+    blocks: `before_decode` maps a block to the block from which it gets its contents.
     """
     worker.runner.reset()
     first = worker.runner.execute(step(0, (0, 5, 0), new_requests=(new(0, SamplingParams()),)))

@@ -35,6 +35,7 @@ def shape(request: pytest.FixtureRequest) -> AttentionShape:
 def attention(
     request: pytest.FixtureRequest, native: Native, shape: AttentionShape
 ) -> PagedAttention:
+    """A KV cache whose blocks have different contents."""
     made: dict[str, Callable[[], PagedAttention]] = {
         "torch": lambda: TorchPagedAttention(shape),
         "native": lambda: native.kernels.paged_attention(shape),
@@ -63,7 +64,9 @@ def key(number: int) -> bytes:
 
 
 def blocks(*pairs: tuple[int, int], keys: list[int] | None = None) -> TierBlocks:
-    """`keys` are the keys of the tier's blocks, by default the numbers of these blocks."""
+    """Transfers between pairs of a cache block and a tier block. `keys` are the keys of the tier's
+    blocks, by default the numbers of these blocks.
+    """
     return TierBlocks(
         ints(*(mine for mine, _ in pairs)),
         ints(*(theirs for _, theirs in pairs)),

@@ -65,7 +65,7 @@ def test_a_block_holds_either_keys_and_values_or_a_state() -> None:
     holder.write(0, StateRun(slice(0, 1), 1, None, blocks(3)), states(SMALL, 1))
     changed = (attention.pages[0] != 1.0).any(0).flatten(1).any(1)
     assert changed.tolist() == [False, False, False, True, False, False]
-    assert of.bytes_per_block == 2 * 4 * 8 * 4
+    assert of.bytes_per_block == 2 * 4 * 8 * 4  # the bytes of keys and values only
     holder.zero_blocks(ints(3))
     assert not attention.pages[0][:, 3].any()
 
@@ -74,6 +74,7 @@ def test_the_larger_of_both_is_the_size_of_a_block() -> None:
     of = shape(LARGE)
     assert LARGE.num_bytes == 6 * 2 + 100 * 4
     assert of.bytes_per_block == LARGE.num_bytes > 2 * 4 * 8 * 4
+    # A state needs 512 bytes, which a block of 8 tokens has. Blocks of 4 tokens have only 256.
     assert of.block_size_for_states == 8
     assert shape(SMALL).block_size_for_states == 4
 
@@ -102,6 +103,7 @@ def test_blocks_are_copied_one_after_the_other() -> None:
 
 
 def test_single_tokens_with_a_state_are_one_run_and_every_other_sequence_is_its_own() -> None:
+    # Two prompts of one token, decodes after 4, 4 and 8 tokens, a chunk after 4, a prompt of two.
     counts, seq_lens = np.array([1, 1, 1, 1, 1, 3, 2]), ints(1, 1, 5, 5, 9, 7, 2)
     tables = np.arange(7 * 3, dtype=np.int32).reshape(7, 3) + 1
     starts = np.concatenate([[0], counts.cumsum()]).astype(np.int32)

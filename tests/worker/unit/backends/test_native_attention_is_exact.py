@@ -46,7 +46,9 @@ class Inputs:
     def outputs(
         self, native, counts: list[int], *, threads: int, block_size: int = 16, beside: int = 0
     ) -> torch.Tensor:
-        """`beside` other sequences compute the same numbers of tokens in these steps."""
+        """The outputs of all tokens, computed in steps of `counts` tokens. `beside` other sequences
+        compute the same numbers of tokens in these steps.
+        """
         torch.set_num_threads(threads)
         pages = -(-LENGTH // block_size)
         num_blocks = 1 + (1 + beside) * pages

@@ -16,6 +16,7 @@ from tests.parity.exact import ExactModel, assert_same_bits
 from tests.worker.rank_threads import RankThread, on_ranks
 from tests.worker.runner_driver import Driver, Request, build_runner
 
+# A model that is large enough for two threads in a decode step.
 SHAPE = Shape(512, 4, 8, 2, 1024, 600, tied_embeddings=True)
 LENGTHS = (1, 7, 40, 150, 200, 33, 90, 300, 64)
 
@@ -29,7 +30,7 @@ def directory(tmp_path: Path) -> Path:
 def outputs(
     directory: Path, setting: KernelsSetting, num_threads: int, ranks: Ranks = ALONE
 ) -> list[list[int]]:
-    """Chunks of prompts share their steps with decodes."""
+    """The output tokens of requests. Chunks of prompts share their steps with decodes."""
     torch.set_num_threads(num_threads)
     runner = build_runner(directory, num_blocks=200, kernels_setting=setting, ranks=ranks)
     random = np.random.default_rng(0)
@@ -59,7 +60,7 @@ def test_results_do_not_depend_on_two_ranks_of_two_threads(directory: Path) -> N
 def test_sums_inside_the_call_are_the_bits_of_sums_between_operations(
     directory: Path, dtype: torch.dtype
 ) -> None:
-    """Ranks with shared memory compute all layers in one call."""
+    """Ranks with shared memory compute all layers in one call. With gloo, operations are calls."""
     tokens = np.random.default_rng(1).integers(0, 600, 300).tolist()
 
     def logits(thread: RankThread) -> torch.Tensor:

@@ -81,6 +81,7 @@ def test_a_gate_far_from_zero_is_closed_or_open(native, activation: Activation) 
     assert_near(native, output, ACTIVATIONS[activation](gates.double())[None])
 
 
+# Narrow and wide matrices, with one or several chunks of depth.
 @pytest.mark.parametrize("in_features", [256, 1100, 2048, 5632])
 def test_a_row_does_not_depend_on_other_rows(native, in_features: int) -> None:
     torch.manual_seed(3)

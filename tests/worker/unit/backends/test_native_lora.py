@@ -14,6 +14,7 @@ from services.worker.backends.native.lora import NativeLora, NativeLoraStep
 from services.worker.backends.quantized import Weight, quantize_int8
 
 COLUMNS = (176, 48, 64)
+"""The numbers of output columns of three factors, as for queries, keys and values."""
 DEPTH = 90
 CPU = torch.device("cpu")
 
@@ -53,6 +54,7 @@ def test_adapters_of_few_rows_add_what_each_adds_alone(
     x = torch.randn(num_rows, DEPTH).to(native.dtype)
     layers = [LoraLayer(qkv=factors(4 + number % 3)) for number in range(len(rows_of_each))]
     adapters = packed(layers, shape, native)
+    # The rows of an adapter are not consecutive. The last two rows have no adapter.
     order = np.random.default_rng(3).permutation(num_rows - 2).astype(np.int32)
     ends = list(accumulate(rows_of_each))
     parts = [np.sort(part) for part in np.split(order, ends[:-1])]
@@ -118,7 +120,10 @@ def packed(layers: list[LoraLayer], shape: LoraShape, native) -> list[NativeLora
 def assert_rows_are_those_alone(
     linear: NativeLinear, x: torch.Tensor, adapters: list[NativeLora], parts: list[np.ndarray]
 ) -> torch.Tensor:
-    """Asserts that a row has the same result alone and with other rows. Returns the results."""
+    """Asserts that a row has the same result alone and with other rows. First projects all rows in
+    one step, `parts[i]` with adapter i, and returns these results. Then projects each row in a step
+    of its own.
+    """
     together = projected(linear, x, adapters, parts)
     for adapter, rows in zip(adapters, parts, strict=True):
         for row in rows:

@@ -67,7 +67,7 @@ class Sequences:
         self._lengths = [0] * len(longest)
 
     def grow(self, counts: list[int]) -> StepLayout:
-        """Returns the layout of the step."""
+        """Appends `counts[i]` tokens, possibly 0, to sequence i. Returns the layout of the step."""
         grown = [length + count for length, count in zip(self._lengths, counts, strict=True)]
         rows = [row for row, count in enumerate(counts) if count]
         rows.sort(key=lambda row: (counts[row] != 1, grown[row] if counts[row] == 1 else 0))
@@ -151,7 +151,7 @@ def test_stale_values_in_a_block_do_not_change_results(native, kept: KVCacheDtyp
     broken = torch.full((176, 2, 32), torch.nan).to(native.dtype)
     query = torch.randn(176, 4, 32).to(native.dtype)
     attention.begin_step([Sequences([176], 16).grow([176])])(0, query, broken, broken, None)
-    if kept is not KVCacheDtype.AUTO:
+    if kept is not KVCacheDtype.AUTO:  # recurrent states leave any bytes
         attention.pages[0].fill_(-1)
     for count in (37, 1, 1):
         layout = Sequences([50, 60], 16).grow([count, count])

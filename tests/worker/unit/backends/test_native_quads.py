@@ -33,7 +33,9 @@ extern "C" void sums(const KeyByte* keys, const KeyByte* query, const ValueByte*
 
 
 def assert_exact(sums: Callable[..., object], copy: Callable[[np.ndarray], np.ndarray]) -> None:
-    """`sums` is the function of PROGRAM. `copy` copies an array into memory that it can access."""
+    """Compares sums of products of random bytes with exact sums. `sums` is the function of PROGRAM.
+    `copy` copies an array into memory that `sums` can access.
+    """
     random = np.random.default_rng(1)
     for steps in (1, 16, 64):
         keys = random.integers(0, 256, (steps, LANES, 4), np.uint8)

@@ -24,6 +24,7 @@ CASES = [
 ]
 STEPS = [[70, 100, 33], [1, 1, 1], [1, 30, 5], [40, 1, 1], [0, 64, 1]]
 SPOILED = 1
+"""The sequence whose queries, keys and values are NaN or infinite."""
 
 
 def drawn_weight(stored: str, dtype: torch.dtype) -> Weight:
@@ -72,8 +73,8 @@ def bits(outputs: torch.Tensor) -> torch.Tensor:
 
 
 def outputs(native, case: Case, kept: KVCacheDtype, value: float | None) -> torch.Tensor:
-    """If `value` is not None, it replaces all numbers of SPOILED and the initial contents of all
-    pages.
+    """The outputs of all tokens except those of SPOILED. If `value` is not None, it replaces all
+    numbers of SPOILED and the initial contents of all pages.
     """
     torch.manual_seed(4)
     sequences = Sequences([300] * len(STEPS[0]), case.block_size)

@@ -152,6 +152,7 @@ def test_without_usable_tiles_the_next_kernels_are_loaded(
     caplog: pytest.LogCaptureFixture,
     refusal: str | None,
 ) -> None:
+    """The operating system does not permit the use of tiles, or the processor has none."""
     build(tmp_path, X86_KINDS[:2])
     monkeypatch.setattr(
         compiled, "load_prebuilt", lambda features: load_prebuilt(features, tmp_path)

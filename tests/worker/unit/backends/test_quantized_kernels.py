@@ -16,9 +16,9 @@ from services.worker.backends.torch.kernels import TorchKernels
 
 ROWS = (1, 2, 3, 4, 5, 12, 13, 18, 40)
 _SHAPES = st.tuples(
-    st.integers(1, 70),
-    st.integers(1, 4),
-    st.integers(1, 80),
+    st.integers(1, 70),  # rows of the weight
+    st.integers(1, 4),  # groups
+    st.integers(1, 80),  # columns of a group
 )
 
 
@@ -29,6 +29,7 @@ FLOAT8 = 0
 def drawn(
     rows: int, groups: int, group: int, bits: int, dtype: torch.dtype, *, offsets: bool
 ) -> QuantizedWeight:
+    """A random weight with all possible codes, and scales and offsets of several magnitudes."""
     most = 2 ** ((bits or 8) - 1)
     codes = torch.randint(-most, most, (rows, groups * group), dtype=torch.int8)
     if bits == FLOAT8:
@@ -65,6 +66,7 @@ def test_a_projection_of_any_shape(
     weight = drawn(*shape, bits, native.dtype, offsets=offsets)
     linear = NativeLinear(native.functions, LargePages(), weight, None)
     assert (linear.out_features, linear.in_features) == tuple(weight.shape)
+    # In bfloat16, weights with groups of an odd width are stored unquantized.
     is_odd = native.dtype is torch.bfloat16 and shape[1] > 1 and shape[2] % 2
     exact = weight.dequantized().double() if is_odd else in_double(weight)
     x = torch.randn(max(ROWS), weight.shape[1]).to(native.dtype)
@@ -79,7 +81,8 @@ def test_a_projection_of_any_shape(
 )
 def test_a_large_projection_is_computed_in_several_blocks(native, bits: int, group: int) -> None:
     """The kernel must cut the weight: it has more rows than a block, a depth of several chunks, and
-    column panels for two threads.
+    column panels for two threads. The number of panels is odd, although the kernel for few rows
+    multiplies pairs of panels.
     """
     torch.manual_seed(1)
     weight = drawn(800, 2816 // group, group, bits, native.dtype, offsets=True)

@@ -39,7 +39,7 @@ def summed(of_ranks: list[torch.Tensor]) -> torch.Tensor:
 def test_sums_have_the_same_bits_on_all_ranks_and_in_any_batch(
     kernels: Kernels, size: int, dtype: torch.dtype
 ) -> None:
-    given = parts(size, 700, 1024, dtype=dtype)
+    given = parts(size, 700, 1024, dtype=dtype)  # several rounds
 
     def work(thread: RankThread) -> tuple[torch.Tensor, torch.Tensor]:
         own, ranks = given[thread.ranks.rank], thread.ranks
@@ -111,7 +111,7 @@ def test_the_end_of_a_rank_ends_the_waits_of_others() -> None:
         began = time.monotonic()
         with pytest.raises(RuntimeError, match="rank 1 of the 2 ranks of this stage"):
             thread.ranks.sum(torch.ones(1, 1))
-        with pytest.raises(RuntimeError):
+        with pytest.raises(RuntimeError):  # later collectives fail too
             thread.ranks.exchange([1])
         return time.monotonic() - began
 

@@ -42,7 +42,9 @@ def assert_equal(
     parameters: RowParameters,
     masks: RowMasks | None = None,
 ) -> np.ndarray:
-    """Compares compiled draws with NumPy's. Returns the draws."""
+    """Draws the rows of `logits` in another order, first all at once and then the last one alone.
+    Compares compiled draws with NumPy's. Returns the draws.
+    """
     rows = np.arange(len(logits))[::-1].copy()
     expected = NumpyRowSampler(len(rows), logits.shape[1]).sample(logits, rows, parameters, masks)
     found = native.sample(logits, rows, parameters, masks)
@@ -121,6 +123,7 @@ def test_compiled_draws_equal_numpys(
 def test_compiled_draws_from_large_vocabularies_equal_numpys(
     native: NativeRowSampler, size: int
 ) -> None:
+    """There are so many rows that several threads draw."""
     generator = np.random.default_rng(size)
     kinds = [
         (temperature, *filters)

@@ -8,12 +8,12 @@ from services.worker.backends.cuda.sub_chunks import num_splits
 @pytest.mark.parametrize(
     ("num_lanes", "num_keys", "splits"),
     [
-        (1, 131072, 32),
-        (1, 4096, 16),
+        (1, 131072, 32),  # the maximum, though 8 * 32 kernel programs are too few
+        (1, 4096, 16),  # 16 parts of 256 keys
         (1, 300, 1),
-        (4, 8192, 16),
+        (4, 8192, 16),  # 16 is the lowest count with at least 2 * 132 programs
         (16, 8192, 4),
-        (32, 8192, 1),
+        (32, 8192, 1),  # 256 programs without a split
         (1024, 8192, 1),
     ],
 )

@@ -24,6 +24,7 @@ def test_a_chunk_of_18_tokens_after_10() -> None:
     chunks = cut(ints([18]), ints([28]))
     assert chunks.parents.tolist() == [0, 0]
     assert chunks.ends.tolist() == [12, 28]
+    # The first 14 rows are padding. The first lane ends with the first two tokens of the chunk.
     assert chunks.rows.tolist() == list(range(14, 32))
     assert chunks.queries[14:].tolist() == list(range(18))
 
@@ -61,6 +62,7 @@ def test_every_query_sees_its_keys_once(chunks: list[tuple[int, int]], window: i
     for row, owner, position in zip(lanes.rows, owners, positions, strict=True):
         lane, place = divmod(row, size)
         assert lanes.parents[lane] == owner
+        # The kernel's causal mask aligns the lane's last query with the lane's last key.
         seen = list(range(starts[lane], lanes.ends[lane] - size + place + 1))
         if window is not None:
             seen = list(range(some.starts[row], some.ends[row])) + seen

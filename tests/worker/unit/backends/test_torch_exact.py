@@ -126,7 +126,9 @@ class World:
         self._tables = blocks[: len(LENGTHS) * width].reshape(-1, width).astype(np.int32)
 
     def step(self, parts: list[tuple[int, int, int]]) -> list[torch.Tensor]:
-        """Returns the result of each. Parts of one token must come first, ordered by `end`."""
+        """Computes parts, each a tuple (sequence, begin, end) of the tokens [begin, end). Returns
+        the result of each. Parts of one token must come first, ordered by `end`.
+        """
         rows, begins, ends = (np.array(column, np.int32) for column in zip(*parts, strict=True))
         layout = StepLayout(
             num_decodes=int((ends - begins == 1).sum()),

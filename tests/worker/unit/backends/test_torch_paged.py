@@ -101,11 +101,15 @@ def test_decodes_of_different_lengths_share_a_step_with_chunks(
     sequences = [Sequence(blocks[320 * i : 320 * (i + 1)]) for i in range(len(lengths))]
     shape = shape_of(block_size, 1 + 7 * 320, layer)
     attention = TorchPagedAttention(shape, batch_invariant=batch_invariant)
+    # Prompts, of which one has a single token.
     run_step(attention, sequences[:1], [1], block_size, layer)
     run_step(attention, sequences[1:], lengths[1:], block_size, layer)
+    # Decodes by increasing length, then chunks of prompts whose beginnings were computed. One chunk
+    # is longer than a tile.
     order = [0, 1, 2, 4, 5, 3, 6]
     mixed = [sequences[index] for index in order]
     run_step(attention, mixed, [1, 1, 1, 1, 9, MOST_ROWS + 5, 2], block_size, layer)
+    # A step with decodes only.
     mixed.sort(key=lambda sequence: len(sequence.keys))
     run_step(attention, mixed, [1] * 7, block_size, layer)
 
@@ -182,6 +186,7 @@ def test_zeroed_blocks_are_clear_in_every_layer() -> None:
     new = torch.ones(1, NUM_KV_HEADS, HEAD_DIM)
     for layer in range(2):
         output = step(layer, torch.zeros(1, NUM_HEADS, HEAD_DIM), new.clone(), new.clone(), None)
+        # All scores are equal, so the output is the mean of eight zeros and a one.
         torch.testing.assert_close(output, torch.full_like(output, 1 / 9))
 
 

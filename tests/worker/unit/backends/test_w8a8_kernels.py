@@ -24,8 +24,8 @@ def drawn(rows: int, columns: int, dtype: torch.dtype) -> QuantizedWeight:
 
 
 def of_numpy(weight: QuantizedWeight, x: torch.Tensor) -> npt.NDArray[np.float32]:
-    """Inputs are rounded to multiples of a 127th of the row's largest magnitude. The integer sums
-    of codes are multiplied by the scales in float32.
+    """The product without a bias, computed by NumPy. Inputs are rounded to multiples of a 127th of
+    the row's largest magnitude. The integer sums of codes are multiplied by the scales in float32.
     """
     rows = x.float().numpy()
     most = np.abs(rows).max(1, keepdims=True)
@@ -52,7 +52,9 @@ def test_a_product_of_any_shape(native, rows: int, columns: int) -> None:
 
 
 def test_a_large_product_is_computed_in_several_blocks(native) -> None:
-    """The sums are too large to be exact in float32."""
+    """The kernel must cut the weight: it has more rows than a block, a depth of several chunks, and
+    column panels for two threads. The sums are too large to be exact in float32.
+    """
     torch.manual_seed(1)
     weight, bias = drawn(800, 5632, native.dtype), torch.randn(800).to(native.dtype)
     weight.codes[5] = 127

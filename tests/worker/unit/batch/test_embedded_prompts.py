@@ -37,6 +37,7 @@ def generate(
     sampling: SamplingParams = GREEDY,
     chunk: int = len(PROMPT),
 ) -> list[int]:
+    """Generates eight tokens. The prompt is computed in chunks of `chunk` tokens."""
     runner.reset()
     tokens = PROMPT if embeds is None else [*embeds.placeholders, *PROMPT[embeds.num_tokens :]]
     output: list[int] = []
@@ -65,6 +66,7 @@ def test_embeddings_of_tokens_give_what_the_tokens_give(tmp_path: Path, kind: st
     assert generate(runner, embed(model, PROMPT)) == expected
     assert generate(runner, embed(model, PROMPT), chunk=3) == expected
     assert generate(runner, embed(model, PROMPT), chunk=1) == expected
+    # A prompt may have token ids after its embeddings.
     assert generate(runner, embed(model, PROMPT[:4]), chunk=3) == expected
 
 

@@ -32,7 +32,7 @@ def new(row: int, tokens: list[int], blocks: list[int]) -> NewRequest:
 def step(
     *entries: tuple[int, int, int], enter: tuple[NewRequest, ...] = (), **changes: object
 ) -> StepInput:
-    """Entries are (row, number of scheduled tokens, number of computed tokens)."""
+    """A step. Entries are (row, number of scheduled tokens, number of computed tokens)."""
     rows, scheduled, computed = zip(*entries, strict=True) if entries else ((), (), ())
     plain = StepInput(1, 7, ints(*rows), ints(*scheduled), ints(*computed), new_requests=enter)
     return replace(plain, **changes)
@@ -169,7 +169,9 @@ def test_sampling_parameters_are_checked_too(batch: InputBatch) -> None:
 
 @pytest.fixture
 def hybrid() -> InputBatch:
-    """Row 1 enters with a prefix hit of two blocks. Only the second block is in the window."""
+    """A batch with two KV-cache groups, of which the second has a window. Row 1 enters with a
+    prefix hit of two blocks. Only the second block is in the window.
+    """
     batch = InputBatch(replace(LIMITS, windows=(None, 4)))
     tables = (ints(3, 4, 5), ints(0, 6, 7))
     entering = NewRequest(1, ints(*range(10, 19)), 9, GREEDY, tables)
@@ -204,7 +206,7 @@ def test_only_a_window_may_leave_the_beginning_of_a_table_empty(
 
 
 def stateful_batch(state_block_size: int = 4) -> InputBatch:
-    """Row 2 has six computed tokens."""
+    """A batch with attention layers and recurrent states. Row 2 has six computed tokens."""
     limits = replace(LIMITS, windows=(None, None), state_block_sizes=(state_block_size,))
     batch = InputBatch(limits)
     tables = (ints(3, 4), ints(0, 8) if state_block_size == 4 else ints(8))

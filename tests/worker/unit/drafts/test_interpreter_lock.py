@@ -54,7 +54,9 @@ class Waiting:
             self._thread.join()
 
     def turns_when_waiting(self) -> int:
-        """Returns its number of turns so far."""
+        """Waits until the thread wants the lock, which takes longer than the thread sleeps. Returns
+        its number of turns so far.
+        """
         until = time.perf_counter() + 0.002
         while time.perf_counter() < until:
             pass

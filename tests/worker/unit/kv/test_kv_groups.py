@@ -70,6 +70,7 @@ def test_groups_share_the_pages_of_a_block(num_layers: int) -> None:
 
 NARROW = AttentionLayer(8, 4, 16, 1.0, window=8)
 WIDE = AttentionLayer(8, 1, 32, 1.0)
+"""A layer whose keys take half of the memory of NARROW's keys."""
 
 
 def test_keys_of_another_shape_make_a_group_with_more_tokens_in_blocks_of_the_same_size() -> None:

@@ -10,7 +10,7 @@ from tests.tiny_models import TINY_MODELS, edit_config
 
 
 def read(directory: Path, kind: str, **changes: object) -> ModelConfig:
-    """`changes` overwrite keys, and None removes a key."""
+    """The configuration of a kind of model. `changes` overwrite keys, and None removes a key."""
     config = TINY_MODELS[kind].config
     config.save_pretrained(directory)
     architecture = type(config).__name__.replace("TextConfig", "Config")

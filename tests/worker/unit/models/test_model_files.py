@@ -42,7 +42,7 @@ def load(directory: Path) -> None:
 
 
 def refusal(directory: Path, kind: type[ModelError]) -> str:
-    """It is one line that begins with a file's path."""
+    """The error message for the directory. It is one line that begins with a file's path."""
     with pytest.raises(kind) as caught:
         load(directory)
     sentence = caught.value.message

@@ -22,6 +22,8 @@ WHOLE_ON_EACH_RANK = ("embed_tokens", "norm", "mlp.gate.weight", "block_sparse_m
 
 
 class OneOf:
+    """A rank of a group. In collectives, the other ranks add nothing."""
+
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size

@@ -133,7 +133,7 @@ def test_a_loaded_model_has_its_architecture_sizes_and_eos_tokens(tmp_path: Path
 
 
 def test_recurrent_layers_are_counted_apart_from_those_that_attend(tmp_path: Path) -> None:
-    save_tiny_model(tmp_path, "bamba")
+    save_tiny_model(tmp_path, "bamba")  # the third of four layers is an attention layer
     loaded = load(tmp_path)
     assert len(loaded.attention) == 1
     convolution, recurrence = (144 + 16, 4), (4, 24, 16)

@@ -59,6 +59,7 @@ def test_many_draws_of_every_kind(ties: bool) -> None:
 
 
 def test_draws_from_a_large_vocabulary_equal_the_hosts() -> None:
+    """A vocabulary of many tokens. In some rows only seven of them are possible."""
     vocab_size, num_rows = 70_000, 130
     host, device = Sampler(num_rows, vocab_size), Sampler(num_rows, vocab_size)
     for sampler in (host, device):

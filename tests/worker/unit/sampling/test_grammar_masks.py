@@ -89,7 +89,7 @@ def test_a_request_that_enters_again_with_its_output_goes_on_as_before(
 ) -> None:
     params = constrained(form, 1)
     whole = continued(grammars, params, [])
-    others = made_grammars()
+    others = made_grammars()  # the grammars of another worker
     for start in range(len(whole)):
         assert continued(others, params, whole[:start]) == whole
 
@@ -154,7 +154,8 @@ def test_greedy_tokens_are_the_same_drawn_before_their_masks(
     form: str, confidence: float, grammars: Grammars
 ) -> None:
     """Requests with log-probabilities draw after their masks are known, other requests before. Both
-    must get the same tokens.
+    must get the same tokens. With probability `confidence`, the logits of a position prefer a token
+    of another output that conforms.
     """
     wanted = continued(grammars, constrained(form, 3), [])
     rng, sampler = np.random.default_rng(6), Sampler(2, VOCAB_SIZE, grammars)

@@ -18,6 +18,7 @@ BAN = -np.inf
 def edited(
     params: SamplingParams, logits: list[float], prompt: list[int], output: list[int]
 ) -> list[float]:
+    """The logits of a row after all changes, for a request with this prompt and output."""
     token_ids = np.array(prompt + output, dtype=np.int32)
     line = np.array(logits, dtype=np.float32)
     for edit in logit_edits(params, token_ids, len(prompt)):

@@ -65,6 +65,7 @@ def test_exponentials_are_those_of_the_reference() -> None:
 @pytest.mark.parametrize("vocab_size", [1, 2, 127, 4096, 5000, 33_000])
 @pytest.mark.parametrize("spread", [0.0, 1.0, 6.0])
 def test_skipping_blocks_changes_no_draw(vocab_size: int, spread: float) -> None:
+    """Temperatures are high and low. In some rows, up to all tokens but one are banned."""
     generator = np.random.default_rng(vocab_size)
     logits = (generator.standard_normal((60, vocab_size)) * spread).astype(np.float32)
     logits[20:40][generator.random((20, vocab_size)) < 0.9] = -np.inf
@@ -140,7 +141,9 @@ def test_draws_of_neighbouring_seeds_and_positions_are_independent() -> None:
 
 
 def test_a_small_change_of_logits_hardly_ever_changes_a_draw() -> None:
-    """A draw changes only if the first two tokens of the race differ by less than 2e-5."""
+    """The logits of half of the tokens grow by 1e-5, and all others shrink by 1e-5. A draw changes
+    only if the first two tokens of the race differ by so little.
+    """
     generator = np.random.default_rng(5)
     logits = generator.standard_normal(1000).astype(np.float32) + np.float32(8)
     changed = logits + np.where(np.arange(1000) < 500, 1e-5, -1e-5).astype(np.float32)

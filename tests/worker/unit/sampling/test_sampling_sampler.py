@@ -51,6 +51,9 @@ def model(token_ids: list[int]) -> np.ndarray:
     return (np.round(generator.standard_normal(VOCAB_SIZE) * 8) / 4).astype(np.float32)
 
 
+# The reference. It has one row and Python numbers, and shares no code with the sampler.
+
+
 def reference_logits(params: SamplingParams, prompt: list[int], output: list[int]) -> list[float]:
     x = [float(value) for value in model(prompt + output)]
     banned: set[int] = set()
@@ -104,13 +107,16 @@ def reference_token(params: SamplingParams, prompt: list[int], output: list[int]
     return first
 
 
+# Requests over several steps.
+
+
 def run(
     params: SamplingParams,
     prompt: list[int],
     num_tokens: int,
     between: Callable[[Sampler, list[int]], None] = lambda _sampler, _token_ids: None,
 ) -> list[int]:
-    """After each step, calls `between` with the sampler and the tokens."""
+    """Runs a request alone. After each step, calls `between` with the sampler and the tokens."""
     sampler = Sampler(max_num_seqs=1, vocab_size=VOCAB_SIZE)
     sampler.add(0, params, np.array(prompt, dtype=np.int32), len(prompt))
     token_ids = list(prompt)
@@ -180,7 +186,7 @@ def test_a_preempted_request_goes_on_as_if_it_had_not_been(
 
 
 def sample_once(params: list[SamplingParams], logits: torch.Tensor) -> tuple[list[int], list[int]]:
-    """Returns the tokens, and rows with NaN."""
+    """Runs a step of requests with one prompt token. Returns the tokens, and rows with NaN."""
     sampler = Sampler(max_num_seqs=len(params), vocab_size=logits.shape[1])
     for row, each in enumerate(params):
         sampler.add(row, each, np.zeros(1, dtype=np.int32), 1)

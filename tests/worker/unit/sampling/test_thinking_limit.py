@@ -30,12 +30,12 @@ def forced(budget: ThinkingBudget, *output: int) -> int | None:
         (True, 0, (), 3),
         (True, 2, (5,), None),
         (True, 2, (5, 5), 3),
-        (True, 2, (5, 5, 3), 4),
-        (True, 2, (5, 3), 4),
+        (True, 2, (5, 5, 3), 4),  # the second token of the end mark follows the first
+        (True, 2, (5, 3), 4),  # the model has sampled the first token of the end mark
         (True, 3, (5, 3), None),
-        (True, 2, (5, 5, 3, 4), None),
+        (True, 2, (5, 5, 3, 4), None),  # the reasoning is over
         (True, 2, (5, 5, 3, 4, 6, 6, 6), None),
-        (True, 2, (3, 4, 6, 1, 2, 5), None),
+        (True, 2, (3, 4, 6, 1, 2, 5), None),  # tokens of all parts of reasoning are added up
         (True, 2, (5, 3, 4, 6, 1, 2, 5), 3),
         (False, 1, (), None),
         (False, 1, (6, 6, 6, 1), None),

@@ -9,7 +9,9 @@ from services.worker.speculation.ngram import NgramIndex, NgramProposer
 
 
 def searched(tokens: list[int], shortest: int, longest: int, most: int) -> list[int]:
-    """Returns at most `most` tokens after its first occurrence."""
+    """Finds the longest suffix of `shortest` to `longest` tokens that has occurred before. Returns
+    at most `most` tokens after its first occurrence.
+    """
     for length in range(min(longest, len(tokens) - 1), shortest - 1, -1):
         for start in range(len(tokens) - length):
             if tokens[start : start + length] == tokens[-length:]:

@@ -13,6 +13,7 @@ class CacheNamespace:
     cache_salt: str = ""
     lora_name: str = ""
     adapter_digest: bytes = b""
+    """SHA-256 of the files of the adapter."""
 
     @property
     def lora_id(self) -> int | None:
@@ -55,6 +56,8 @@ class BlockStored:
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
+    """Blocks that were removed from the prefix index of one KV-cache group."""
+
     block_hashes: tuple[BlockHash, ...]
     group_idx: int
 
@@ -69,7 +72,7 @@ KVCacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 @dataclass(frozen=True, slots=True)
 class KVEventBatch:
-    """Sequence numbers begin at 0 and increase by one."""
+    """The events of one transaction. Sequence numbers begin at 0 and increase by one."""
 
     sequence: int
     unix_seconds: float

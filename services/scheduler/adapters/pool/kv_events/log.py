@@ -40,7 +40,8 @@ _Key = tuple[int, BlockHash]
 
 class KVEventLog:
     """Numbers batches (the events of one transaction each) from 0. Stores the last `num_batches`
-    batches, or fewer if these contain more than `max_blocks` blocks.
+    batches, or fewer if these contain more than `max_blocks` blocks. Also stores which blocks are
+    published now. A reader that requests a batch which was dropped gets an error.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class KVEventLog:
         max_blocks: int = MAX_KEPT_BLOCKS,
     ) -> None:
         self.time = clock
+        """Returns the time in seconds since 1970."""
         self._num_batches = num_batches
         self._max_blocks = max_blocks
         self._num_blocks = 0
@@ -61,10 +63,12 @@ class KVEventLog:
 
     @property
     def newest(self) -> int:
+        """Number of the newest batch. -1 if there is no batch yet."""
         return self._next - 1
 
     @property
     def oldest(self) -> int:
+        """Number of the oldest batch that is stored."""
         return self._next - len(self._batches)
 
     def append(self, events: tuple[KVCacheEvent, ...]) -> None:
@@ -81,7 +85,7 @@ class KVEventLog:
         self._news = asyncio.Event()
 
     def batches(self, begin: int) -> list[KVEventBatch]:
-        """Raises Trimmed if batch `begin` is not stored."""
+        """The batches from number `begin` on. Raises Trimmed if batch `begin` is not stored."""
         if not self.oldest <= begin <= self._next:
             raise Trimmed(
                 f"batch {begin} of KV events is not stored here: stored are {self.oldest} to "
@@ -91,7 +95,7 @@ class KVEventLog:
         return [self._batches[index] for index in range(begin - self.oldest, len(self._batches))]
 
     async def after(self, sequence: int) -> list[KVEventBatch]:
-        """Raises Trimmed if the first was dropped."""
+        """Waits for batches after number `sequence`. Raises Trimmed if the first was dropped."""
         while sequence >= self.newest:
             await self._news.wait()
         return self.batches(sequence + 1)
@@ -118,6 +122,7 @@ class KVEventLog:
                 self._blocks.clear()
 
     def _unlisted(self, key: _Key, listed: dict[_Key, None]) -> Iterator[_Key]:
+        """Yields a block and its ancestors, up to the first one that is listed or not published."""
         group = key[0]
         while key in self._blocks and key not in listed:
             yield key
@@ -127,6 +132,7 @@ class KVEventLog:
             key = (group, parent)
 
     def _runs(self, keys: dict[_Key, None]) -> Iterator[BlockStored]:
+        """Yields an event for each chain of blocks of equal size, each the parent of the next."""
         run: list[_Key] = []
         for key in keys:
             if run and not self._follows(key, run[-1]):

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Known:
+    """A request that is known to the pool, and its number of hashes in Commit operations."""
+
     request: Request
     num_committed: int = 0
 
@@ -36,9 +38,10 @@ _Sources = dict[BlockHash, tuple[Request, int]]
 class KVEventRecorder:
     """Appends the events of each transaction to a log.
 
-    A request has one hash for each `hash_block_size` tokens. A larger block is identified by the
-    last of its hashes. The pool may publish (cache) only the first tokens of a block, under an
-    earlier hash of the block. As in vLLM, these tokens are reported as a separate block.
+    A request is looked up in the queues when an operation first names it, and is stored until its
+    release. A request has one hash for each `hash_block_size` tokens. A larger block is identified
+    by the last of its hashes. The pool may publish (cache) only the first tokens of a block, under
+    an earlier hash of the block. As in vLLM, these tokens are reported as a separate block.
     """
 
     def __init__(self, log: KVEventLog) -> None:
@@ -48,7 +51,10 @@ class KVEventRecorder:
         self._hash_block_size = 1
         self._hashes_per_block: tuple[int, ...] = ()
         self._hashes_per_hit = 1
-        """Number of hashes between two positions at which blocks of all KV-cache groups end."""
+        """Number of hashes between two positions at which blocks of all KV-cache groups end. With
+        groups of different block sizes, the pool may publish blocks after the last such position
+        later than the Commit operation that contains their hashes.
+        """
 
     def watch(
         self,
@@ -56,19 +62,21 @@ class KVEventRecorder:
         groups: Sequence[KVCacheGroup],
         hash_block_size: int,
     ) -> None:
-        """`waiting` returns the waiting requests."""
+        """Sets the pool's KV-cache groups and hash size. `waiting` returns the waiting requests."""
         self._waiting = waiting
         self._hash_block_size = hash_block_size
         self._hashes_per_block = tuple(group.block_size // hash_block_size for group in groups)
         self._hashes_per_hit = hit_block_size(groups) // hash_block_size
 
     def opened(self) -> None:
+        """Records that the pool was opened again and is empty."""
         self._known.clear()
         self._log.append((AllBlocksCleared(),))
 
     def transacted(
         self, operations: Sequence[Operation], response: kvpool_pb2.TransactResponse
     ) -> None:
+        """Records the changes that a transaction made in the prefix index."""
         num_done = response.stop.operation_index if response.HasField("stop") else len(operations)
         sources: _Sources = {}
         for index, operation in enumerate(operations[: num_done + 1]):
@@ -94,6 +102,7 @@ class KVEventRecorder:
             self._log.append(tuple(self._events(response.events, sources)))
 
     def _find(self, keys: Sequence[RequestKey]) -> None:
+        """Finds and stores requests that an operation names for the first time, while they wait."""
         missing = {key for key in keys if key not in self._known}
         if not missing:
             return
@@ -105,6 +114,7 @@ class KVEventRecorder:
                     return
 
     def _add_sources(self, sources: _Sources, key: RequestKey, num_tokens: int) -> None:
+        """Adds the hashes of a request's first `num_tokens` tokens to `sources`."""
         known = self._known.get(key)
         if known is None:
             return
@@ -129,6 +139,7 @@ class KVEventRecorder:
     def _stored(
         self, stored: kvpool_pb2.BlocksStored, sources: Mapping[BlockHash, tuple[Request, int]]
     ) -> Iterator[BlockStored]:
+        """Yields one event for each run of consecutive blocks of a request."""
         run: tuple[Request, int, int] | None = None
         num_hashes = self._hashes_per_block[stored.group]
         for block_hash in _split(stored.hashes):
@@ -151,6 +162,7 @@ class KVEventRecorder:
             yield self._run(*run, stored.group)
 
     def _run(self, request: Request, begin: int, end: int, group: int) -> BlockStored:
+        """The event for a group's blocks that have the request's hashes from `begin` to `end`."""
         size = self._hash_block_size
         num_hashes = min(self._hashes_per_block[group], end - begin)
         return BlockStored(

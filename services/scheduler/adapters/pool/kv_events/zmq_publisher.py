@@ -38,6 +38,7 @@ from services.scheduler.adapters.pool.kv_events.log import KVEventLog
 logger = logging.getLogger(__name__)
 
 DATA_PARALLEL_RANK = 0
+"""The only data-parallel rank, because a replica has no data parallelism."""
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 _SEQUENCE_BYTES = 8
 _REPLAY_FRAMES = 3
@@ -130,6 +131,7 @@ class ZmqEventPublisher:
         log.on_batch = self._publish
 
     async def serve_replay(self) -> None:
+        """Serves requests for earlier batches, until cancelled."""
         replay = self._replay
         if replay is None:
             return
@@ -149,7 +151,7 @@ class ZmqEventPublisher:
             await replay.send_multipart([client, b"", b"", END_OF_REPLAY, b""])
 
     def close(self) -> None:
-        """Unsent messages are dropped."""
+        """Closes the sockets. Unsent messages are dropped."""
         if self._replay is not None:
             self._replay.close(linger=0)
         self._context.destroy(linger=0)

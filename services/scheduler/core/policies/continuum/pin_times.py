@@ -10,14 +10,16 @@ from services.scheduler.core.engine.step_costs import StepCosts
 
 FIXED_SECONDS = 2.0
 LEAST_PAUSES = 100
-"""A tool's pauses are used only if more than this number is known."""
+"""A tool's pauses are used only if more than this number is known. The paper calls it K."""
 _NUM_KEPT = 400
 _NUM_WAITS = 100
 _MAX_TOOLS = 256
 
 
 class Pauses:
-    """The lengths, in seconds, of the latest pauses, in total and by tool."""
+    """The lengths, in seconds, of the latest pauses, in total and by tool. If there are too many
+    tools, the least recently used tool is forgotten.
+    """
 
     def __init__(self) -> None:
         self.all: deque[float] = deque(maxlen=_NUM_KEPT)
@@ -55,7 +57,8 @@ class FixedTimes:
 class OptimalTimes:
     """Pins a turn for the time t that maximizes P(pause <= t) * benefit - t. The benefit of a pin
     is the time that it saves: the time to compute the turn's tokens again, plus `regularity` times
-    the mean wait of turns whose program has no pin.
+    the mean wait of turns whose program has no pin. The paper multiplies benefit and t by the
+    turn's fraction of the memory, which does not change the maximum.
     """
 
     def __init__(self, costs: StepCosts, token_budget: int) -> None:
@@ -65,6 +68,7 @@ class OptimalTimes:
         self._waits: deque[float] = deque(maxlen=_NUM_WAITS)
         self._num_turns: deque[int] = deque(maxlen=_NUM_KEPT)
         self._regularity: float | None = None
+        """The stored result of `regularity`. None if it must be computed."""
 
     def seconds(self, tool: str, num_tokens: int) -> float:
         """Seconds for which a turn of `num_tokens` tokens is pinned while `tool` runs."""
@@ -80,6 +84,7 @@ class OptimalTimes:
         return best_time(known, wait * self.regularity() + reload_seconds)
 
     def waited(self, seconds: float) -> None:
+        """Records how long a turn waited whose program had no pin."""
         self._waits.append(seconds)
 
     def program_ended(self, num_turns: int) -> None:
@@ -109,6 +114,7 @@ def best_time(pauses: deque[float], benefit: float) -> float:
 
 
 def _regularity(num_turns: deque[int]) -> float:
+    """Minus the correlation of k and n - k, for k from 1 to n, for all n in `num_turns`."""
     count = sum(num_turns)
     served = sum(n * (n + 1) // 2 for n in num_turns)
     left = sum(n * (n - 1) // 2 for n in num_turns)

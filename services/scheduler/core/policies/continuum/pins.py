@@ -27,6 +27,8 @@ _WHOLE = frozenset({FinishReason.STOP, FinishReason.LENGTH})
 
 
 class PinTimes(Protocol):
+    """Decides how long ended turns are pinned."""
+
     pauses: Pauses
 
     def seconds(self, tool: str, num_tokens: int) -> float:
@@ -53,7 +55,8 @@ class Pins(NoRetention):
     When a turn has ended, its blocks are kept until it is known which tool runs next, but at most
     for `UNDECIDED_SECONDS`. Then the turn is pinned for the time that `times` returns, counted from
     the turn's end. If this is 0, its blocks are freed. A new pin of a program ends the program's
-    earlier pin. The end of a program ends all its pins.
+    earlier pin. The end of a program ends all its pins. While a turn of a program waits, the
+    program's pins do not end at their deadlines. A turn that was aborted or failed is not pinned.
     """
 
     def __init__(self, parts: PolicyParts, times: PinTimes, *, follows_paper: bool = False) -> None:
@@ -68,24 +71,30 @@ class Pins(NoRetention):
         self._follows_paper = follows_paper
         self._known = KnownPrograms(parts.config)
         self._programs: dict[Request, Program] = {}
+        """Maps waiting and running requests to their programs."""
         self._undecided: dict[ContextId, EndedTurn] = {}
+        """Ended turns for which it is not known yet which tool runs next."""
         self._pinned: dict[RequestKey, EndedTurn] = {}
         self._pinned_of: dict[Program, list[EndedTurn]] = {}
         self._without_pin: dict[Request, float] = {}
+        """Maps waiting requests of known programs without a pin to their arrival times."""
         self._first_deadline = math.inf
         self.version = 0
+        """Increases when the order of waiting requests may have changed."""
         self.observer = ProgramObserver()
         self._recomputations = Recomputations(self._config.hash_block_size)
+
+    # Attributes that determine the order of requests.
 
     def has_pin(self, request: Request) -> bool:
         return self._programs.get(request) in self._pinned_of
 
     def program_arrival(self, request: Request) -> float:
-        """The arrival time of the first turn of the request's program. Infinity without a
-        program.
-        """
+        """When the first turn of a request's program arrived. Infinity without a program."""
         program = self._programs.get(request)
         return math.inf if program is None else program.arrived
+
+    # Called when requests arrive, are admitted, or end.
 
     def check(self, request: Request) -> None:
         self._known.check(request)
@@ -160,6 +169,7 @@ class Pins(NoRetention):
                 self._release(turn)
 
     def _pause(self, request: Request, program: Program, now: float) -> EndedTurn:
+        """Begins the pause of a program after a turn with cached blocks."""
         size = self._config.hash_block_size
         context, same = self._known.pause(request, program, now, size)
         request.context = context.id
@@ -185,6 +195,8 @@ class Pins(NoRetention):
             self.observer.ended(program.last_active - program.arrived, program.num_turns)
             for context in self._known.end(program):
                 self._undecided.pop(context.id, None)
+
+    # Pins.
 
     @property
     def held(self) -> Collection[RequestKey]:
@@ -229,7 +241,7 @@ class Pins(NoRetention):
             self._release(turn)
 
     def forget(self) -> None:
-        """Programs and statistics are kept."""
+        """Records that the pool is empty. Programs and statistics are kept."""
         self._recomputations.lost(self._programs, self._known.last_context)
         self._pinned.clear()
         self._pinned_of.clear()
@@ -241,6 +253,7 @@ class Pins(NoRetention):
 
     @property
     def num_in_turn(self) -> int:
+        """Number of programs with a turn that waits or runs."""
         return len(set(self._programs.values()))
 
     @property

@@ -31,6 +31,7 @@ class FixedPolicy:
         return ProgramOrder(self.retention, self._rank)
 
     def victim(self, running: RunningRequests) -> Request:
+        """The last admitted request whose program has no pin, or else the last admitted request."""
         last = next(reversed(running))
         return next(filter(self._has_no_pin, reversed(running)), last)
 

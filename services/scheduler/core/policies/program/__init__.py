@@ -1,6 +1,7 @@
 """The policy `program` minimizes the time to finish agents' programs instead of single requests.
 
-A program is the requests (turns) of one run of an agent. The blocks that an ended turn leaves in
+A program is the requests (turns) of one run of an agent. Each turn begins with the tokens of the
+previous turn. Between two turns, in a pause, a tool runs. The blocks that an ended turn leaves in
 the pool are its context. The policy keeps a context as long as this saves more time than giving its
 blocks to another request. The policy first admits requests whose contexts are cached, then requests
 of the programs with the least expected remaining work.

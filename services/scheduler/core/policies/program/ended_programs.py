@@ -22,12 +22,14 @@ _FIRST_TURNS = 8.0
 
 @dataclass(slots=True)
 class _Ended:
+    """The numbers of turns and tokens of ended programs."""
+
     turns: deque[int] = field(default_factory=lambda: deque(maxlen=_NUM_KEPT))
     tokens: deque[int] = field(default_factory=lambda: deque(maxlen=_NUM_KEPT))
     presumed: dict[Program, tuple[int, int]] = field(default_factory=dict)
     """The turns and tokens of paused programs that have probably ended."""
     expected: dict[int, float] = field(default_factory=dict)
-    """Results of `expected_tokens`."""
+    """Results of `expected_tokens`. Emptied when the statistics change."""
 
     def __len__(self) -> int:
         return len(self.turns) + len(self.presumed)
@@ -62,10 +64,15 @@ class _Ended:
 
 
 class EndedPrograms:
+    """Statistics of ended programs by application."""
+
     def __init__(self) -> None:
         self._of: OrderedDict[BlockHash | None, _Ended] = OrderedDict()
+        """Maps applications to statistics, the least recently used application first."""
         self._first = _Ended()
+        """Statistics of each application's first programs, used for applications that are new."""
         self._presumed = set[Program]()
+        """Paused programs that count as ended until they return."""
 
     def add(self, program: Program) -> None:
         self.returned(program)
@@ -75,6 +82,7 @@ class EndedPrograms:
             self._first.add(program)
 
     def presume(self, program: Program) -> None:
+        """Counts a paused program that has probably ended, until the program returns."""
         if program in self._presumed:
             return
         self._presumed.add(program)
@@ -84,6 +92,7 @@ class EndedPrograms:
             self._first.presume(program)
 
     def returned(self, program: Program) -> None:
+        """Stops counting a program that was presumed to have ended."""
         if program in self._presumed:
             self._presumed.remove(program)
             self._first.returned(program)
@@ -97,7 +106,9 @@ class EndedPrograms:
         return own
 
     def expected_tokens(self, application: BlockHash | None, num_before: int) -> float:
-        """The expected remaining work, in tokens, of a program that has had `num_before` turns."""
+        """The expected remaining work, in tokens, of a program that has had `num_before` turns. For
+        a new application, uses the first programs of other applications.
+        """
         own = self._of.get(application)
         for ended in (own, self._first):
             if ended is not None and len(ended) >= _LEAST_ENDED:

@@ -1,5 +1,5 @@
-"""Statistics of the pauses of agents' programs. The pauses of each tool show how likely it is that
-a program returns soon.
+"""Statistics of the pauses of agents' programs. A program pauses between two requests while a tool
+runs. The pauses of each tool show how likely it is that a program returns soon.
 """
 
 import math
@@ -15,6 +15,7 @@ _REFRESH = 10
 _PER_DOUBLING = 4
 """Number of pause lengths, for each doubling of the length, for which an index is computed."""
 _MAX_TOOLS = 1024
+"""Limit on the number of pairs of tenant and tool whose pauses are stored."""
 _USUAL_SHARE = 0.95
 """The fraction of returning programs that return within the usual time of a tool."""
 NEVER = math.inf
@@ -22,8 +23,11 @@ NEVER = math.inf
 
 
 class PauseStatistics:
+    """The lengths, in seconds, of the latest pauses of each tool."""
+
     def __init__(self) -> None:
         self._of_tool: OrderedDict[tuple[bytes | None, str], PausesOfTool] = OrderedDict()
+        """Maps tenant (None: all) and tool to pauses, the least recently used pair first."""
         self._all = PausesOfTool()
 
     def ended(self, tenant: bytes, tool: str, seconds: float) -> None:
@@ -39,7 +43,9 @@ class PauseStatistics:
         self._all.add(seconds)
 
     def note_ongoing(self, pauses: Iterable[tuple[bytes, str, float]]) -> None:
-        """Sets the pauses that have not ended: tenant, tool, and seconds so far."""
+        """Sets the pauses that have not ended: tenant, tool, and seconds so far. They are counted
+        so that it is soon recognized if programs rarely return after a tool.
+        """
         ongoing = defaultdict[tuple[bytes | None, str], list[float]](list)
         for tenant, tool, seconds in pauses:
             ongoing[tenant, tool].append(seconds)
@@ -51,15 +57,16 @@ class PauseStatistics:
 
     def index(self, tenant: bytes, tool: str, age: float) -> float:
         """The value, in 1 / second, of keeping a context (KV blocks for a program's next request)
-        that has paused for `age` seconds (see `PausesOfTool.index`). If these are too few, uses the
-        tool's pauses of all tenants, or else all pauses, or else returns 1 / (age + 1).
+        that has paused for `age` seconds (see `PausesOfTool.index`). Uses the tenant's pauses of
+        the tool. If these are too few, uses the tool's pauses of all tenants, or else all pauses,
+        or else returns 1 / (age + 1).
         """
         pauses = self._of(tenant, tool)
         return 1 / (age + 1) if pauses is None else pauses.index(age)
 
     def best(self, tenant: bytes, tool: str, age: float) -> tuple[float, float]:
-        """The time t that maximizes `index`, and the probability that a program returns within
-        t.
+        """The time t that maximizes `index`, and the probability that a program returns within t.
+        Returns the probability first.
         """
         pauses = self._of(tenant, tool)
         if pauses is None:
@@ -81,11 +88,15 @@ class PauseStatistics:
 
 
 class PausesOfTool:
+    """The lengths of the latest pauses of one tool."""
+
     def __init__(self) -> None:
         self._latest: deque[float] = deque(maxlen=_NUM_KEPT)
         self._ongoing: Sequence[float] = ()
+        """The lengths so far, in seconds, of ongoing pauses."""
         self._num_new = 0
         self._indexes: dict[int, float] = {}
+        """The computed indexes, by the number of the pause length (see `_PER_DOUBLING`)."""
         self._usual: float | None = None
 
     def __len__(self) -> int:
@@ -128,7 +139,9 @@ class PausesOfTool:
 
     def best(self, age: float) -> tuple[float, float, float]:
         """The index at this age, the time t that maximizes it, and the probability of a return
-        within t, in the order index, probability, time.
+        within t, in the order index, probability, time. One more return after 2 * age + 1 seconds
+        is assumed, so that the index is above 0 even if all known pauses were shorter than `age`. A
+        pause that has not ended counts with its length so far, and without a return.
         """
         ended = [(one - age, True) for one in self._latest if one > age]
         ongoing = [(one - age, False) for one in self._ongoing if one > age]

@@ -1,5 +1,5 @@
-"""The order of requests under the policy `program`. Its context is the KV blocks that its last turn
-has left in the pool.
+"""The order of requests under the policy `program`. A program is the requests (turns) of one run of
+an agent. Its context is the KV blocks that its last turn has left in the pool.
 """
 
 from services.scheduler.core.planning.running_requests import RunningRequests
@@ -29,6 +29,7 @@ class ProgramPolicy:
         return ProgramQueue(self)
 
     def victim(self, running: RunningRequests) -> Request:
+        """The running request that is last by priority, expected work and program's age."""
         return max(running, key=self._cost)
 
     def _cost(self, request: Request) -> tuple[int, float, float, int]:

@@ -1,8 +1,8 @@
 """Decides which contexts of paused programs stay cached.
 
-A program is the requests (turns) of one run of an agent. The blocks that an ended turn leaves in
-the pool are a context. A waiting request is *warm* if at least half of the context that it
-continues is cached, otherwise *cold*.
+A program is the requests (turns) of one run of an agent. Between two turns the program pauses. The
+blocks that an ended turn leaves in the pool are a context. A waiting request is *warm* if at least
+half of the context that it continues is cached, otherwise *cold*.
 """
 
 from collections import Counter
@@ -30,6 +30,8 @@ from services.scheduler.core.request import Request
 
 
 class Turns:
+    """Counts admissions of cold and warm requests, so that no request waits forever."""
+
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
         self.num_cold = 0
@@ -43,10 +45,12 @@ class Turns:
 
     @property
     def cold_comes_first(self) -> bool:
+        """Whether a cold request must be admitted before all other requests."""
         return self.num_warm >= self._config.max_warm_admissions
 
     @property
     def oldest_comes_first(self) -> bool:
+        """Whether the longest waiting cold request precedes the other cold requests."""
         interval = self._config.aging_interval
         return self.num_cold % interval == interval - 1
 
@@ -60,31 +64,40 @@ class ProgramRetention(NoRetention):
         self._size = config.hash_block_size
         self._headroom = int(config.retention_headroom * (config.num_blocks - 1))
         self._contexts: dict[ContextId, Context] = {}
+        """The contexts that stay cached, in the order in which their pauses began."""
         self._ended = EndedPrograms()
         self.worth = Worth(parts, self._contexts, self._ended)
         self._known = KnownPrograms(config)
         self._programs: dict[Request, Program] = {}
+        """Maps waiting and running requests to their programs."""
         self._continued: dict[Request, Context] = {}
+        """Maps waiting requests to the contexts that they continue."""
         self._dropped: list[ContextId] = []
         self._last_lost = ContextId(0)
         """The last context that was lost with the pool's blocks. Later contexts have larger ids."""
         self._num_other_blocks = config.num_blocks - 1
         """Number of free blocks that belong to no context."""
         self._sent: Ranked | None = None
+        """The order of contexts that was last sent to the pool."""
         self._max_retained: dict[bytes, int] = {}
-        """Maps tenants to limits on the blocks of their contexts."""
+        """Maps tenants to limits on the blocks of their contexts. A missing tenant has no limit."""
         self.observer = ProgramObserver()
         self._recomputations = Recomputations(self._size)
         self.num_retained_blocks = 0
+        """Number of free blocks that belong to contexts."""
         self.turns = Turns(config)
         self.first_cold: Request | None = None
+        """The cold request that must be admitted before all others, if any."""
         self.version = 0
         """Increases when the order of waiting requests may have changed."""
+
+    # Called when requests arrive, are admitted, or end.
 
     def check(self, request: Request) -> None:
         self._known.check(request)
 
     def arrived(self, request: Request) -> None:
+        """Assigns a new request to a known or new program."""
         now, config = self._clock(), self._config
         if config.pooling or not config.enable_prefix_caching:
             return
@@ -112,8 +125,8 @@ class ProgramRetention(NoRetention):
         self.version += 1
 
     def _turn(self, program: Program, context: Context | None, now: float) -> ProgramTurn:
-        """A turn that continues no context begins a new conversation if other turns of the program
-        wait or run.
+        """Describes a turn, which `program.num_turns` already counts. If it continues no context,
+        and other turns of the program wait or run, it begins a new conversation.
         """
         num_turns = program.num_turns
         if context is not None:
@@ -142,7 +155,7 @@ class ProgramRetention(NoRetention):
             self._drop(context)
 
     def admitted(self, request: Request, waiting: Iterable[Request]) -> None:
-        """Counts an admission."""
+        """Counts an admission. Stops retaining the context that the request continues."""
         is_cold = request is self.first_cold or self.is_cold(request)
         self.first_cold = None
         self.turns.admitted(is_warm=not is_cold, cold_waits=any(map(self.is_cold, waiting)))
@@ -154,7 +167,9 @@ class ProgramRetention(NoRetention):
         self.worth.admitted(waited)
 
     def ended(self, request: Request) -> ContextId | None:
-        """None if the request has no full block, or if its program has ended."""
+        """Returns the context that the blocks of an ended request become. None if the request has
+        no full block, or if its program has ended.
+        """
         program = self._programs.pop(request, None)
         continued = self._continued.pop(request, None)
         if continued is not None and continued.id in self._contexts:
@@ -177,7 +192,7 @@ class ProgramRetention(NoRetention):
             return None
         context, same = self._known.pause(request, program, now, self._size)
         context.tool = "" if declared is None else declared.tool
-        if self._config.only_grows:
+        if self._config.only_grows:  # otherwise the pool reports how many blocks are left
             context.num_blocks = num_blocks * len(self._config.all_groups)
         self._contexts[context.id] = context
         if same is not None:
@@ -188,6 +203,7 @@ class ProgramRetention(NoRetention):
         return context.id
 
     def end_turn(self, context_id: ContextId, tool: str, *, ends: bool) -> None:
+        """Records which tool runs after a turn, or that the turn was the program's last turn."""
         context = self._contexts.get(context_id)
         if context is None:
             return
@@ -195,13 +211,16 @@ class ProgramRetention(NoRetention):
         if ends and context.returned_at is None:
             self._end(context.program)
 
+    # Called for the transactions with the pool.
+
     def note(self, outcome: Outcome) -> None:
+        """Records how many blocks each context still has, and how many other blocks are free."""
         self.num_retained_blocks = outcome.num_retained_blocks
         self._num_other_blocks = outcome.num_free_blocks - outcome.num_retained_blocks
         for change in outcome.contexts:
             context = self._contexts.get(change.context)
             if context is None:
-                if change.num_blocks:
+                if change.num_blocks:  # dropped before the pool had freed the request's blocks
                     self._dropped.append(change.context)
                 continue
             if change.num_blocks != context.num_blocks and context.returned_at is not None:
@@ -216,6 +235,7 @@ class ProgramRetention(NoRetention):
             self._drop_above_limits()
 
     def _drop_above_limits(self) -> None:
+        """Drops contexts of tenants that exceed their limits, the tenant's oldest context first."""
         num_retained = Counter[bytes]()
         for context in self._contexts.values():
             num_retained[context.program.tenant] += context.num_own_blocks
@@ -234,7 +254,7 @@ class ProgramRetention(NoRetention):
 
     def rank(self) -> list[Operation]:
         """Returns an operation with the order in which the pool may evict contexts, the least
-        valuable first.
+        valuable first. Returns none if the pool needs no new order.
         """
         if not self._is_short:
             return []
@@ -245,7 +265,7 @@ class ProgramRetention(NoRetention):
         return [RankContexts([context.id for _, context in ranked])]
 
     def forget(self) -> None:
-        """Programs and their pauses continue."""
+        """Records that the pool is empty. Programs and their pauses continue."""
         self.first_cold = None
         self._num_other_blocks = self._config.num_blocks - 1
         for context in self._contexts.values():
@@ -255,6 +275,8 @@ class ProgramRetention(NoRetention):
         self.worth.changed()
         self._dropped.clear()
         self.version += 1
+
+    # Decisions about waiting requests.
 
     def is_warm(self, request: Request) -> bool:
         """Whether at least half of a request's context is cached. If KV-cache groups free blocks
@@ -303,7 +325,9 @@ class ProgramRetention(NoRetention):
         return self._num_other_blocks < num_needed * len(config.all_groups) + self._headroom
 
     def _forget_idle(self) -> None:
-        """Ends the programs whose pauses exceed `program_idle_seconds`."""
+        """Ends the programs whose pauses exceed `program_idle_seconds`. If there are too many
+        contexts, also ends the programs that have paused for the longest time.
+        """
         for context in self._known.idle(self._clock()):
             program = context.program
             if program.num_running or len(program.contexts) > 1:
@@ -319,6 +343,7 @@ class ProgramRetention(NoRetention):
 
     @property
     def num_in_turn(self) -> int:
+        """Number of programs with a turn that waits or runs."""
         return len(set(self._programs.values()))
 
     @property

@@ -14,6 +14,7 @@ from services.scheduler.core.policies.programs import Context
 _RANK_SECONDS = 0.01
 """Seconds for which a computed order of contexts is used."""
 _ONGOING_SECONDS = 2.0
+"""Interval, in seconds, at which the lengths of pauses that have not ended are updated."""
 _WAIT_SMOOTHING = 0.1
 _RETURN_SMOOTHING = 0.05
 _LEAST_WAIT = 0.05
@@ -28,13 +29,15 @@ class Worth:
     A context is the blocks that an ended turn of a program (a run of an agent) leaves in the pool.
     Its worth is the time to compute its blocks again, in seconds, times its value, in 1 / second.
     The value is large if the program's next turn will probably arrive soon. The gain is the
-    fraction of the engine's time that one more running request saves.
+    fraction of the engine's time that one more running request saves. Both are pure numbers.
     """
 
     def __init__(
         self, parts: PolicyParts, contexts: Mapping[ContextId, Context], ended: EndedPrograms
     ) -> None:
-        """`ended` receives paused programs that have probably ended."""
+        """`contexts` are the contexts that the policy retains, and changes later. `ended` receives
+        paused programs that have probably ended.
+        """
         self._ended = ended
         self._costs = parts.step_costs
         config = parts.config
@@ -45,7 +48,9 @@ class Worth:
         self._contexts = contexts
         self.pauses = PauseStatistics()
         self._noted_at = -_ONGOING_SECONDS
+        """The time at which the lengths of pauses that have not ended were last updated."""
         self._ranked: Ranked | None = None
+        """The stored result of `ranked`, computed at the time `_ranked_at`."""
         self._ranked_at = 0.0
         self._mean_wait = 1.0
         self._credit = 0.0
@@ -58,6 +63,7 @@ class Worth:
 
     @property
     def is_held_up(self) -> bool:
+        """Whether only the kept contexts prevent the admission of the next request."""
         return self._held_up_since is not None
 
     def changed(self) -> None:
@@ -80,8 +86,9 @@ class Worth:
         self._num_recomputed += _RETURN_SMOOTHING * (num_recomputed - self._num_recomputed)
 
     def held_up(self, num_running: int, now: float) -> str:
-        """The request's credit grows while it waits, so that it may evict contexts later. Returns a
-        text that explains which context is kept, and why.
+        """Called when only kept contexts have prevented the admission of the next request. The
+        request's credit grows while it waits, so that it may evict contexts later. Returns a text
+        that explains which context is kept, and why.
         """
         if self._held_up_since is None:
             self._why_held_up = self._explanation(num_running, now)
@@ -91,6 +98,7 @@ class Worth:
         return self._why_held_up
 
     def num_blocks(self, num_running: int, now: float) -> int:
+        """Number of blocks of contexts that may be evicted to admit the next request."""
         ranked = self.ranked(now)
         return max(
             self._num_blocks_below(self._gain(num_running), ranked),
@@ -98,7 +106,9 @@ class Worth:
         )
 
     def _num_blocks_below(self, most: float, ranked: Iterable[tuple[float, Context]]) -> int:
-        """Number of blocks of the first contexts of `ranked` that together cost at most `most`."""
+        """Number of blocks of the first contexts of `ranked` that together cost at most `most`. The
+        cost of a context is its `seconds` times its number in `ranked`.
+        """
         num_blocks = 0
         for value, context in ranked:
             cost, number = self.seconds(context) * value, context.num_own_blocks
@@ -142,7 +152,9 @@ class Worth:
         return self._ranked
 
     def _wished_index(self, context: Context, age: float) -> float:
-        """The value of a context that the client wants to be kept for `keep_seconds`."""
+        """The value of a context that the client wants to be kept for `keep_seconds`. For this
+        time, it is at least half of the value at the beginning of the pause.
+        """
         tenant, reason = context.program.tenant, context.reason
         index = self.pauses.index(tenant, reason, age)
         if age < context.keep_seconds:
@@ -152,7 +164,7 @@ class Worth:
     def tenants_factors(self) -> dict[bytes, float]:
         """Maps each tenant to the number by which its contexts' values are divided. This is the
         tenant's number of blocks in contexts, divided by the number to which its weight entitles
-        it, and at least 1.
+        it, and at least 1. Empty if only one tenant has contexts.
         """
         blocks, weights = Counter[bytes](), dict[bytes, float]()
         for context in self._contexts.values():
@@ -179,6 +191,7 @@ class Worth:
                 self._ended.presume(program)
 
     def _gain(self, num_running: int) -> float:
+        """The fraction of the engine's time per token that one further running request saves."""
         fixed, each = self._costs.seconds_per_step, self._costs.seconds_per_decode
         whole = fixed + num_running * each
         return (fixed / whole if whole else 1.0) / (num_running + 1)
@@ -196,6 +209,7 @@ class Worth:
         return each
 
     def _explanation(self, num_running: int, now: float) -> str:
+        """A text that explains why the context with the smallest value is kept."""
         kept = next((one for _, one in self.ranked(now) if one.num_own_blocks), None)
         if kept is None:
             return ""

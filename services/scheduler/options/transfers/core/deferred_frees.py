@@ -45,17 +45,21 @@ class DeferredFrees:
         return [list(free.blocks) for free in self._waiting]
 
     def add_request(self, request: Request, tables: BlockTables, fence: int) -> None:
-        """If the request has a context (of an agent), they then stay cached as this context."""
+        """Adds an ended request's blocks, to be freed when the output of step `fence` has arrived.
+        If the request has a context (of an agent), they then stay cached as this context.
+        """
         held = (block for table in tables for block in dropwhile(lambda block: not block, table))
         contexts = () if request.context is None else (request.context,)
         release = Release((request.key,), as_one_list=True, contexts=contexts)
         self._waiting.append(_DeferredFree(release, [*held], fence))
 
     def add_copies(self, copies: Sequence[BlockCopy], fence: int) -> None:
+        """Adds the source and target blocks of the copies that step `fence` makes."""
         blocks = [block for copy in copies for block in (copy.source, copy.target)]
         self._waiting.append(_DeferredFree(ReleaseCopies(len(copies)), blocks[::-1], fence))
 
     def give_back(self, step: int) -> None:
+        """Makes the next transaction free the blocks that waited for the output of this step."""
         while self._waiting and self._waiting[0].fence <= step:
             self._kv_cache_manager.pending.give_back_in_order(self._waiting.popleft().operation)
 

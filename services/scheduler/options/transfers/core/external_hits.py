@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 LOOKUP_BATCH = 8
 """Number of further waiting requests whose prefixes are looked up in the transaction of a lookup.
+It is small because each admission makes the hits of all waiting requests invalid.
 """
 
 
@@ -28,7 +29,7 @@ class ExternalHits:
 
     The connector loads these tokens either within the request's first step, or asynchronously
     between steps. For an asynchronous load, blocks are allocated at once, and the request waits in
-    `kv_waiting`, without a row of the batch.
+    `kv_waiting`, without a row of the batch. After the load it is admitted like other requests.
     """
 
     def __init__(self, state: ReplicaState, transfers: "KVTransfers") -> None:
@@ -75,7 +76,7 @@ class ExternalHits:
 
         If the local hit ends inside a block, the connector is queried for the tokens from the start
         of this block on, as in vLLM. If they reach beyond the local hit, the connector loads them,
-        and the hit is cut to whole blocks, so that no block is copied.
+        and the hit is cut to whole blocks, so that no block is copied. Otherwise nothing is loaded.
 
         If all layers are state-space layers, a prompt of one token needs no load, because the state
         before the first token is empty.
@@ -98,7 +99,9 @@ class ExternalHits:
         return match
 
     def _own_reason(self, builder: StepBuilder, request: Request) -> WaitReason | None:
-        """If a KV load of the request has ended, first makes the request ready for admission."""
+        """Returns why a step must skip a request, or None. If a KV load of the request has ended,
+        first makes the request ready for admission.
+        """
         is_loading = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         if is_loading and self._transfers.promote(request):
             builder.prefixes.forget_hits()
@@ -109,7 +112,9 @@ class ExternalHits:
         return builder.passing_over.reason(request)
 
     async def _look_up(self, builder: StepBuilder, request: Request, traceparent: str) -> None:
-        """Does nothing if the request was looked up after the last admission."""
+        """Looks up the cached prefixes of a request and of further waiting requests. Does nothing
+        if the request was looked up after the last admission.
+        """
         if request not in builder.prefixes.hits:
             others = (other for other in self._queues.waiting if other not in builder.prefixes.hits)
             unknown = list(dict.fromkeys([request, *islice(others, LOOKUP_BATCH)]))
@@ -118,6 +123,7 @@ class ExternalHits:
     async def _begin_load(
         self, builder: StepBuilder, request: Request, traceparent: str
     ) -> WaitReason | None:
+        """Begins an asynchronous load with newly allocated blocks, or returns why it cannot."""
         terms = self._load_terms(builder, request)
         num_reserved = terms.num_blocks_kept_free
         if self._retention is not None:
@@ -142,7 +148,8 @@ class ExternalHits:
         return None
 
     def _load_terms(self, builder: StepBuilder, request: Request) -> Admission:
-        """It publishes (caches for prefix hits) no blocks.
+        """The operation that allocates blocks for an asynchronous load, only up to the end of the
+        loaded tokens. It publishes (caches for prefix hits) no blocks.
 
         If the whole prompt is loaded, its last token is computed again after the load, so the
         blocks in this token's sliding windows are kept. vLLM keeps only the blocks for the token

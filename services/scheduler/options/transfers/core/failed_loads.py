@@ -1,4 +1,6 @@
-"""Handles failed KV loads. A block is invalid if it could not be loaded."""
+"""Handles failed KV loads. A block is invalid if it could not be loaded. Requests must compute
+their tokens again from their first invalid block on.
+"""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -13,6 +15,7 @@ from services.scheduler.core.request import Request
 
 
 def scheduled_tokens(plans: Iterable[SchedulerOutput]) -> Mapping[Request, int]:
+    """Maps each request to its total number of scheduled tokens in these steps."""
     scheduled: Counter[Request] = Counter()
     for plan in plans:
         scheduled.update(dict(zip(plan.requests, plan.num_scheduled_tokens, strict=True)))
@@ -30,7 +33,8 @@ def set_back(
     models with one KV-cache group.
 
     As in vLLM, if several requests share an invalid block, only the first request computes the
-    block again. For the other requests, the block counts as computed. Blocks outside the sliding
+    block again. For the other requests, the block counts as computed. `scheduled` maps a request to
+    its number of tokens in flight, which `num_computed_tokens` includes. Blocks outside the sliding
     window are ignored, because another request may own them now.
 
     Returns the requests that have an invalid block, and all blocks of these requests from their
@@ -71,6 +75,9 @@ class Recomputations:
     _ranges: dict[Request, tuple[int, int]] = field(default_factory=dict)
     """Maps a request to the range of positions in its block table that it computes again."""
     _left: list[tuple[int, Sequence[BlockId]]] = field(default_factory=list)
+    """Block tables of requests whose blocks were freed while steps in flight computed their tokens,
+    each after the number of the last such step.
+    """
     _orphaned: set[BlockId] = field(default_factory=set)
     """Wrong blocks that requests freed without having computed them again."""
 
@@ -81,6 +88,7 @@ class Recomputations:
         return bool(self._ranges)
 
     def add(self, request: Request, num_computed: int) -> None:
+        """Records that a request was reset, which had `num_computed` computed tokens before."""
         size = self._group.block_size
         _, end = self._ranges.get(request, (0, 0))
         self._ranges[request] = request.num_computed_tokens // size, max(end, num_computed // size)
@@ -112,7 +120,7 @@ class Recomputations:
         running: Iterable[Request],
     ) -> set[Request]:
         """Resets and returns the requests whose tokens of the step `plan` were computed from wrong
-        blocks, which other requests have not computed again yet.
+        blocks, which other requests have not computed again yet. They repeat the step.
         """
         pending = self._pending(in_flight)
         scheduled = scheduled_tokens([plan, *in_flight])
@@ -133,7 +141,9 @@ class Recomputations:
     def left_behind(
         self, invalid: Collection[BlockId], in_flight: Sequence[SchedulerOutput]
     ) -> list[BlockId]:
-        """Returns the blocks of freed block tables, in each from the first wrong block on."""
+        """Returns the blocks of freed block tables, in each from the first wrong block on. Leaves
+        out blocks that running requests compute again.
+        """
         pending = self._pending(in_flight)
         wrong = pending.union(invalid)
         return [
@@ -149,6 +159,7 @@ class Recomputations:
         self._orphaned.clear()
 
     def _pending(self, in_flight: Sequence[SchedulerOutput]) -> set[BlockId]:
+        """The wrong blocks that requests compute again in steps in flight or later steps."""
         scheduled, pending = scheduled_tokens(in_flight), set[BlockId]()
         for request, (first, end) in list(self._ranges.items()):
             num_computed = request.num_computed_tokens - scheduled.get(request, 0)

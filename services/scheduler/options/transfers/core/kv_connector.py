@@ -1,6 +1,6 @@
 """The interface of KV connectors, which store keys and values outside the KV cache (in host memory
 or in another replica), and load them again. Names and rules follow the scheduler side of vLLM's
-KVConnectorBase_V1.
+KVConnectorBase_V1. The worker side of a connector moves the data.
 """
 
 from dataclasses import dataclass
@@ -13,8 +13,9 @@ from services.scheduler.core.request import Request
 
 @dataclass(frozen=True, slots=True)
 class ExternalMatch:
-    """How many tokens can be loaded after a prefix hit in the KV cache. Otherwise the request's
-    first step loads them.
+    """How many tokens can be loaded after a prefix hit in the KV cache. If `is_async` is true, they
+    are loaded between steps, while the request waits. Otherwise the request's first step loads
+    them.
     """
 
     num_tokens: int
@@ -63,10 +64,12 @@ class KVConnector:
         """Called with the ends of transfers that each step's output reports."""
 
     def reset_cache(self) -> None:
-        """Called only if no blocks are held and no load runs."""
+        """Removes everything that is stored. Called only if no blocks are held and no load runs."""
 
     def forget(self) -> None:
-        """Called when the pool or the workers, and so all blocks and transfers, are lost."""
+        """Called when the pool or the workers, and so all blocks and transfers, are lost. It is
+        unknown which steps in flight have run.
+        """
 
     def request_finished(self, request: Request, blocks: BlockTables) -> bool:  # noqa: ARG002
         """Called when a request has ended. `blocks` contain its computed keys and values. Returns
@@ -84,7 +87,7 @@ class KVConnector:
 
 class LoggedConnector(KVConnector):
     """The connector of a replay of a step log. Returns the results in the log, in the order of
-    calls.
+    calls. Methods without a result do nothing, because a replay stores no keys and values.
     """
 
     def __init__(self, answers: LoggedAnswers) -> None:

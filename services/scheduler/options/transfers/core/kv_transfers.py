@@ -22,7 +22,7 @@ from services.scheduler.options.transfers.core.reserved_blocks import ReservedBl
 
 
 class KVTransfers:
-    """The state of all transfers through a KV connector.
+    """The state of all transfers through a KV connector. Implements the interface Transfers.
 
     The blocks of an ended request are freed only when no transfer uses them. If loads are not
     ordered with steps, blocks are also kept while a step in flight may write them, as in vLLM.
@@ -34,8 +34,10 @@ class KVTransfers:
         config, kv_cache_manager = state.config, state.kv_cache_manager
         self.connector = connector
         self._answers: list[Answer] | None = None
+        """Results of the connector's calls since `take_answers`. None if they are not recorded."""
         self.plan = ExternalHits(state, self).plan
         self.loads: list[KVLoad] = []
+        """Loads that begin with the step that is planned now."""
         self.deferred_frees = DeferredFrees(kv_cache_manager)
         self._config = config
         self._steps = state.steps
@@ -46,13 +48,19 @@ class KVTransfers:
         """
         self._kv_cache_manager = kv_cache_manager
         self._block_tables: dict[Request, BlockTables] = {}
+        """Maps the requests that hold blocks to their block tables."""
         self.reserved = ReservedBlocks(config, self._block_tables)
         self._loading: dict[RequestKey, Request] = {}
+        """Requests that wait for an asynchronous load, until `promote` is called after its end."""
         self._begun: dict[RequestKey, tuple[float, int]] = {}
+        """Maps each request with a load in progress to the load's start time and token count."""
         self._num_local: dict[Request, int] = {}
+        """Maps the requests in `_loading` to their numbers of tokens that were already cached."""
         self._finished_recving: set[Request] = set()
+        """Requests whose load has ended, but for which `promote` was not called yet."""
         self.recomputations = Recomputations(config.all_groups[0], self._block_tables)
         self._leaving: dict[RequestKey, tuple[Request, BlockTables]] = {}
+        """Ended requests whose blocks a transfer still uses."""
         self._filled: list[Request] = []
         """Requests that recent steps admitted, or whose blocks they filled. Before a step is
         planned, the connector is called with their blocks, to store a block before a sliding window
@@ -68,8 +76,12 @@ class KVTransfers:
         is_freeing = bool(self._leaving or self.deferred_frees)
         return is_freeing or not self._finished_recving.issuperset(self._loading.values())
 
+    # Called while a step is planned
+
     def begin_step(self) -> None:
-        """Blocks with tokens that are still being sampled wait for a later step."""
+        """Calls the connector with the blocks that earlier steps filled. Blocks with tokens that
+        are still being sampled wait for a later step.
+        """
         filled, self._filled = self._filled, []
         size = self._config.block_size
         for request in filled:
@@ -96,6 +108,7 @@ class KVTransfers:
         self._begin(request, num_external_tokens, is_async=False)
 
     def begin_load(self, request: Request, blocks: BlockTables, num_external_tokens: int) -> None:
+        """Begins an asynchronous load of the last `num_external_tokens` computed tokens."""
         self._note_table(request, blocks)
         self._loading[request.key] = request
         self._begun[request.key] = self._clock(), num_external_tokens
@@ -113,7 +126,8 @@ class KVTransfers:
         num_local = self._num_local.pop(request)
         request.num_external_tokens = max(0, request.num_computed_tokens - num_local)
         if request.num_computed_tokens:
-            # The last known token is computed again, to sample the next token.
+            # The last known token is computed again, to sample the next token. If all tokens were
+            # loaded, the loaded state is the state before the last token.
             longest = request.num_tokens - 1
             num_tokens = request.num_computed_tokens
             if self._config.holds_states:
@@ -127,6 +141,7 @@ class KVTransfers:
         return True
 
     def planned(self, plan: SchedulerOutput) -> None:
+        """Appends the step's new blocks to the block tables, and adds the transfers to the plan."""
         plan.loads, self.loads = self.loads, []
         for request, appended in plan.appended_blocks.items():
             tables = self._block_tables[request]
@@ -159,7 +174,10 @@ class KVTransfers:
         return self._config.fences_frees
 
     def _is_written(self, request: Request, in_flight: Iterable[SchedulerOutput]) -> bool:
+        """Whether steps in flight write a request's blocks, so that they must not be freed yet."""
         return self._config.fences_frees and any(request in plan.requests for plan in in_flight)
+
+    # Called when the blocks of a request are freed
 
     def preempted(self, request: Request) -> None:
         if request in self._block_tables and request.key not in self._loading:
@@ -184,7 +202,7 @@ class KVTransfers:
             blocks = tuple([] for _ in range(max(1, len(self._config.groups))))
         computed = tuple(
             table
-            if group.attention_type is AttentionType.STATE_SPACE
+            if group.attention_type is AttentionType.STATE_SPACE  # drafts use later blocks
             else table[: -(-request.num_computed_tokens // group.block_size)]
             for group, table in zip(self._config.all_groups, blocks, strict=True)
         )
@@ -196,6 +214,8 @@ class KVTransfers:
             self.deferred_frees.add_request(request, blocks, in_flight[-1].step)
         else:
             self._kv_cache_manager.release(request, request.context)
+
+    # Called when the output of a step has arrived
 
     def take_failures(
         self,

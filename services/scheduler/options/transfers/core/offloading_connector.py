@@ -1,10 +1,12 @@
 """A KV connector that offloads blocks to host memory of the workers, which is called the tier.
 Blocks stay in the tier after the KV cache has evicted them. Named after vLLM's OffloadingConnector.
 
-The scheduler decides which blocks are in the tier, and the workers copy the blocks. Blocks of the
-tier that continue a prefix hit in the KV cache are loaded between steps. A reset of the pool does
-not change the tier or its index. The index is cleared when the process of a worker is new, because
-the tier is then empty.
+The scheduler decides which blocks are in the tier, and the workers copy the blocks. A full block of
+a request is copied to the tier with the first step that is planned after the block's tokens are
+known and computed. The workers make the copy before this step writes any block. Blocks of the tier
+that continue a prefix hit in the KV cache are loaded between steps. A reset of the pool does not
+change the tier or its index. The index is cleared when the process of a worker is new, because the
+tier is then empty.
 """
 
 from collections import deque
@@ -26,6 +28,7 @@ class TierStats:
     """Totals since the process started. As in vLLM, only tokens of admitted requests count."""
 
     num_query_tokens: int = 0
+    """Number of tokens, after prefix hits in the KV cache, that were looked up in the tier."""
     num_hit_tokens: int = 0
     """Number of these tokens that were loaded from the tier."""
     num_stored_blocks: int = 0
@@ -36,15 +39,15 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class _Stores:
-    """They are uncertain until its output arrives."""
+    """Copies to the tier that begin with a step. They are uncertain until its output arrives."""
 
     step: int
     blocks: tuple[kv_transfer.BlockTransfer, ...]
 
 
 class OffloadingConnector(KVConnector):
-    """A block is copied to the tier before it can get another owner. All KV-cache groups must have
-    the same block size and hash block size.
+    """A connector to the workers' tier. A block is copied to the tier before it can get another
+    owner. All KV-cache groups must have the same block size and hash block size.
     """
 
     def __init__(self, config: SchedulerConfig, num_tier_blocks: int) -> None:
@@ -61,12 +64,18 @@ class OffloadingConnector(KVConnector):
         ]
         self._windows = [number for number in range(len(groups)) if number not in self._full]
         self._num_stored: dict[Request, int] = {}
+        """Maps a request to the number of leading blocks that were already offered for storing."""
         self._num_asked: dict[Request, int] = {}
+        """Maps a waiting request to its number of tokens after the prefix hit in the KV cache."""
         self._stores: dict[kv_transfer.TierBlockId, kv_transfer.BlockTransfer] = {}
-        """If a block of the tier gets another key before this step, only the last copy remains."""
+        """Copies to the tier that begin with the next step, by block of the tier. If a block of the
+        tier gets another key before this step, only the last copy remains.
+        """
         self._loads: list[kv_transfer.ConnectorLoad] = []
         self._uncertain: deque[_Stores] = deque()
         self._loading: dict[RequestKey, kv_transfer.ConnectorLoad] = {}
+
+    # Methods of KVConnector
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -155,7 +164,7 @@ class OffloadingConnector(KVConnector):
 
     def _longest(self, request: Request, begin: int) -> int:
         """The end of the longest run of blocks, from position `begin` on, that the tier has for all
-        full-attention layers.
+        full-attention layers. At least one token is left to compute.
         """
         hashes = request.block_hashes
         most = min((request.num_tokens - 1) // self._size, len(hashes))
@@ -180,6 +189,7 @@ class OffloadingConnector(KVConnector):
     def _keys(
         self, request: Request, blocks: BlockTables, begin: int, end: int
     ) -> Iterator[tuple[bytes, BlockId]]:
+        """The keys and ids of a request's blocks from `begin` to `end`, without null blocks."""
         for group, table in enumerate(blocks):
             for position in range(begin, min(end, len(table))):
                 if table[position] != NULL_BLOCK:

@@ -9,9 +9,12 @@ from services.scheduler.core.request import Request
 
 
 class ReservedBlocks:
+    """Counts the blocks that a KV load must leave free for prefills in progress."""
+
     def __init__(
         self, config: SchedulerConfig, block_tables: Mapping[Request, BlockTables]
     ) -> None:
+        """`block_tables` maps requests that hold blocks to their tables. It changes later."""
         self.prefills: set[Request] = set()
         """Requests that wait for a KV load, or whose prompt is computed in part."""
         self._block_tables = block_tables
@@ -30,14 +33,17 @@ class ReservedBlocks:
             for group in config.all_groups
             if group.attention_type is not AttentionType.STATE_SPACE
         )
+        """Number of blocks for the first drafts of a loaded request, in groups without states."""
 
     def count(self, appended_blocks: Mapping[Request, BlockTables], *, is_alone: bool) -> int:
-        """Number of blocks that a load must leave free, because a load cannot be preempted.
-        `appended_blocks` are blocks that the planned step has allocated.
+        """Number of blocks that a load must leave free, because a load cannot be preempted. Counts
+        the blocks that prefills in progress still need, and the blocks for the first drafts of the
+        request to be loaded. `appended_blocks` are blocks that the planned step has allocated.
 
         As in vLLM, a request for which no block could be loaded counts as a prefill, even for its
         own next load. If no request runs and no transfer is in progress (`is_alone`), drafts and
-        requests without blocks do not count.
+        requests without blocks do not count. Otherwise the request could wait for itself, or two
+        requests could wait for each other.
         """
         num_of_drafts = 0 if is_alone else self._num_of_drafts
         return num_of_drafts + sum(
@@ -50,7 +56,8 @@ class ReservedBlocks:
         self, request: Request, tables: BlockTables | None, appended: BlockTables | None
     ) -> int:
         """Number of blocks that a request still needs for all its tokens and the drafts of its next
-        step.
+        step. `tables` are its block tables, or None if it has no blocks. `appended` are further
+        blocks, which `tables` does not contain yet.
         """
         num_tokens = min(request.num_tokens, self._longest)
         total = 0
@@ -64,8 +71,9 @@ class ReservedBlocks:
     def _lacking_in(
         self, group: KVCacheGroup, most: int | None, num_held: int | None, num_tokens: int
     ) -> int:
-        """Number of blocks that a request still needs in one KV-cache group. A group that caches
-        states needs one block, and blocks for drafts if the request has none yet.
+        """Number of blocks that a request still needs in one KV-cache group. `most` limits the
+        number in a group with sliding windows. A group that caches states needs one block, and
+        blocks for drafts if the request has none yet.
         """
         size, num_drafts = group.block_size, group.num_speculative_blocks
         if group.aligns_states:

@@ -26,7 +26,7 @@ class TierIndex:
         self._blocks: OrderedDict[bytes, TierBlockId] = OrderedDict()
         self._pins: dict[TierBlockId, int] = {}
         self._orphans: set[TierBlockId] = set()
-        """Pinned blocks whose key was removed."""
+        """Pinned blocks whose key was removed. They are freed when they are unpinned."""
         self._free: list[TierBlockId] = []
         self.clear()
 
@@ -40,13 +40,14 @@ class TierIndex:
         self._blocks.move_to_end(key)
 
     def put(self, key: bytes) -> TierBlockId | None:
-        """Allocates a block for a new key. None if all are pinned."""
+        """Allocates a block for a new key. May evict another key. None if all are pinned."""
         if not self._free and not self._evict():
             return None
         block = self._blocks[key] = self._free.pop()
         return block
 
     def pin(self, key: bytes) -> TierBlockId:
+        """Pins the block of a key for a load, and marks the key as used."""
         block = self._blocks[key]
         self._pins[block] = self._pins.get(block, 0) + 1
         self.touch(key)
@@ -61,7 +62,7 @@ class TierIndex:
                 self._free.append(block)
 
     def discard(self, key: bytes, block: TierBlockId) -> None:
-        """Does nothing if the key no longer maps to this block."""
+        """Removes a key. Does nothing if the key no longer maps to this block."""
         if self._blocks.get(key) == block:
             del self._blocks[key]
             if block in self._pins:
