@@ -73,7 +73,10 @@ async def _talk(stub: Any, request: Request, answer: Answer) -> None:
     conversation: list[int] = []
     for number, prompt in enumerate((request.prompt, *request.later_prompts)):
         conversation += prompt
-        async for piece in stub.Generate(_message(request, conversation)):
+        message = _message(request, conversation)
+        if number < len(request.later_prompts):
+            message.program.ends = False
+        async for piece in stub.Generate(message):
             _take_piece(number, piece, answer)
         conversation += answer.token_ids[number]
         await asyncio.sleep(request.pause_seconds)
@@ -108,6 +111,7 @@ def _message(request: Request, prompt: Iterable[int]) -> gateway_pb2.GenerateReq
         ignore_eos=request.ignores_end,
         cache_salt=request.salt,
         program=program_to_proto(request.program),
+        priority=request.priority,
     )
     if request.regex:
         forms = message.sampling.structured_outputs

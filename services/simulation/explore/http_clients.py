@@ -170,6 +170,10 @@ def _completion(request: Request, prompt: tuple[int, ...]) -> dict[str, Any]:
     if (program := request.program) is not None:
         body |= {"job_id": program.id, "is_last_step": program.ends}
         body |= {"this_func_call": program.tool} if program.tool else {}
+        if program.keep_seconds and request.kind is Kind.CALL:
+            body["prompt_cache_options"] = {"ttl": f"{program.keep_seconds}s"}
+    if request.priority:
+        body["priority"] = request.priority
     return body | {"ignore_eos": request.ignores_end, "stop": request.stop}
 
 

@@ -37,6 +37,8 @@ from services.worker.parallel.group import Group
 from services.worker.settings import WorkerSettings
 
 REDIS = "redis"
+NUM_BLOCKS, NUM_FEW_BLOCKS = 24, 14
+"""The number of blocks of a pool, and of a small pool, in which few requests fit."""
 DEVICE = files("services.simulation.explore") / "device.toml"
 _RESUBMIT_SECONDS = 300.0
 """How long gateways try to resubmit a request: longer than all faults of a run."""
@@ -55,6 +57,7 @@ class Shape:
     num_replicas: int = 1
     num_gateways: int = 1
     num_ranks: int = 1
+    num_blocks: int = NUM_BLOCKS
     pools: bool = False
     """Whether the model computes embeddings."""
     drafts: str = ""
@@ -173,7 +176,7 @@ class Members:
                 device=DeviceSetting.SIMULATED,
                 profile=str(DEVICE),
                 device_faults=script or None,
-                num_blocks=24,
+                num_blocks=shape.num_blocks,
                 max_num_seqs=6,
                 max_num_batched_tokens=48,
                 num_threads=1,

@@ -5,9 +5,16 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from services.scheduler.core.policies import POLICIES, holds_ended, retains_contexts
+from services.scheduler.core.policies import POLICIES, PROGRAM, holds_ended
 from services.simulation.explore.faults import Fault, Kind, draw_faults
-from services.simulation.explore.members import REDIS, Shape, links, service_names
+from services.simulation.explore.members import (
+    NUM_BLOCKS,
+    NUM_FEW_BLOCKS,
+    REDIS,
+    Shape,
+    links,
+    service_names,
+)
 from services.simulation.explore.requests import FOCI, Arrival, draw_arrivals
 
 _LOAD_SECONDS = 0.3, 1.0, 1.0, 20.0
@@ -28,10 +35,22 @@ _SETTINGS: tuple[tuple[str, Any], ...] = (
 """Scheduler settings that may replace the defaults."""
 _CHANGED = 0.1
 """The probability that a setting is replaced."""
+_POLICY_SETTINGS: tuple[tuple[str, Any], ...] = (
+    ("aging_interval", 2),
+    ("max_num_programs", 2),
+    ("max_warm_admissions", 1),
+    ("program_idle_seconds", 1.0),
+    ("retention_headroom", 0.4),
+)
+"""Settings of the policy `program`."""
+_POLICY_CHANGED = 0.2
+"""The probability that a setting of the policy `program` is replaced."""
 _FAILURES_OF_ONE = 3
 """The number of successive failed steps after which the scheduler gives up a request."""
 _FOCUS = 0.75
 """The probability that a run has many requests of one kind."""
+_CROWDED = 0.4
+"""The probability that pools are small, so that requests preempt each other."""
 _BUSY = 0.2
 """The probability that all services are busy."""
 _REPLICA_0 = re.compile(r"(pool|worker|scheduler)-0")
@@ -84,7 +103,14 @@ def make_plan(seed: int) -> Plan:
     count, seconds = rng.randrange(4, 16), rng.choice(_LOAD_SECONDS)
     focus = rng.choice(FOCI) if rng.random() < _FOCUS else None
     arrivals = draw_arrivals(
-        rng, count, seconds, shape.num_gateways, pools=shape.pools, focus=focus
+        rng,
+        count,
+        seconds,
+        shape.num_gateways,
+        pools=shape.pools,
+        is_crowded=shape.num_blocks == NUM_FEW_BLOCKS,
+        has_priorities=shape.setting("policy") == "priority",
+        focus=focus,
     )
     services, pairs, num_faults = service_names(shape), links(shape), rng.choice((0, 1, 2, 3, 5))
     if shape.num_replicas > 1 and rng.random() < 0.6:  # Replica 1 has no faults and takes over.
@@ -109,11 +135,21 @@ def _draw_shape(rng: random.Random) -> Shape:
     drafts = rng.choice(("", "", "ngram", "draft_model"))
     tier_gib = rng.choice((0.001, 0.003)) if rng.random() < 0.3 else 0.0
     settings = dict(setting for setting in _SETTINGS if rng.random() < _CHANGED)
+    num_blocks = NUM_FEW_BLOCKS if rng.random() < _CROWDED else NUM_BLOCKS
     if not tier_gib and rng.random() < _CHANGED:  # A host-memory tier needs prefix hashes.
         settings["enable_prefix_caching"] = False
-    if rng.random() < 0.4:
-        policies = [name for name in POLICIES if retains_contexts(name)]
-        policy = rng.choice(("program", *policies))
+    if rng.random() < 0.55:
+        others = [name for name in POLICIES if name not in (PROGRAM, "fcfs")]
+        policy = rng.choice((PROGRAM, PROGRAM, PROGRAM, *others))
         if not (tier_gib and holds_ended(policy)):
             settings["policy"] = policy
-    return replace(shape, drafts=drafts, tier_gib=tier_gib, settings=tuple(settings.items()))
+        if policy == PROGRAM:
+            changed = (one for one in _POLICY_SETTINGS if rng.random() < _POLICY_CHANGED)
+            settings |= dict(changed)
+    return replace(
+        shape,
+        num_blocks=num_blocks,
+        drafts=drafts,
+        tier_gib=tier_gib,
+        settings=tuple(settings.items()),
+    )

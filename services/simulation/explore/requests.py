@@ -19,11 +19,17 @@ _DOCUMENT_TOKENS = 350
 _LONG_PROMPT = 345
 _LONG_ANSWER = 60
 """The number of tokens of a long answer."""
+_PROMPTS = 3, 16, 17, 40, 100, 200
+"""The numbers of tokens of prompts. The last one is too long for a small pool."""
+_LENGTHS, _CROWDED_LENGTHS = (1, 5, 24, _LONG_ANSWER), (24, _LONG_ANSWER)
+"""The numbers of tokens of answers: usually, and if pools are small."""
 _LOWEST_TOKEN, _HIGHEST_TOKEN = 300, 4000
 _TOKEN_SECONDS = 0.0045
 """The device's approximate time per token."""
 _FOCUSED = 0.6
 """In a run that focuses on one kind of requests, the fraction of these requests."""
+_CROWDED_REQUESTS = 8
+"""The largest number of requests if pools are small."""
 _LEAVES, _FOCUSED_LEAVES = 0.15, 0.5
 """The fraction of clients that leave before their answers end: usually, and if leaving is in focus.
 """
@@ -33,7 +39,8 @@ _WEIGHTS = {
     "grammar": 10,
     "adapter": 10,
     "call": 7,
-    "turns": 16,
+    "turns": 12,
+    "talk": 7,
     "stop": 7,
     "logprobs": 7,
     "long": 4,
@@ -105,7 +112,11 @@ class Request:
     wrong: str = ""
     """What is wrong with the request (one of WRONGS). Empty if it is valid."""
     program: DeclaredProgram | None = None
-    """The program (an agent's session) of this request. It does not change the answer."""
+    """The program (an agent's session) of this request. It does not change the answer. If the
+    request is a conversation, the program can end with the last turn.
+    """
+    priority: int = 0
+    """It does not change the answer."""
 
     def sampling(self) -> dict[str, Any]:
         sampling = {"temperature": self.temperature, "seed": self.seed}
@@ -131,6 +142,7 @@ class Request:
             salt="",
             key="",
             program=None,
+            priority=0,
         )
 
 
@@ -152,23 +164,30 @@ def draw_arrivals(
     num_gateways: int,
     *,
     pools: bool,
+    is_crowded: bool,
+    has_priorities: bool,
     focus: str | None = None,
 ) -> list[Arrival]:
     """Draws requests that arrive within `seconds`, some of them in bursts. If `pools`, they ask for
-    embeddings. `focus` is one of FOCI.
+    embeddings. If `is_crowded`, each of them fits in a small pool. If `has_priorities`, they have
+    different priorities. `focus` is one of FOCI.
     """
     arrivals: list[Arrival] = []
     at, leave = 0.0, _FOCUSED_LEAVES if focus == LEAVING else _LEAVES
     new_burst = rng.choice((0.2, 0.6, 0.6))
+    if is_crowded:
+        count, new_burst = min(count, _CROWDED_REQUESTS), 0.2
     for number in range(count):
         if rng.random() < new_burst:
             at += rng.expovariate(new_burst * count / seconds)
         gateway, leaves = rng.randrange(num_gateways), None
         if rng.random() < leave:
             leaves = rng.random() * rng.choice((0.5, 0.5, 0.1, 0.002, 0.0005))
-        request = draw_vector(rng) if pools else draw_request(rng, focus)
+        request = draw_vector(rng) if pools else draw_request(rng, focus, is_crowded)
         if request.kind in (Kind.TEXT, Kind.CALL, Kind.TALK):
-            request = replace(request, program=_draw_program(random.Random(f"{number} {at}")))
+            request = replace(request, program=_draw_program(rng, request.kind))
+        if has_priorities and request.kind is not Kind.WRONG:
+            request = replace(request, priority=rng.randint(-1, 1))
         if request.kind is Kind.TEXT and leaves is not None and request.max_tokens:
             request = replace(request, max_tokens=_LONG_ANSWER, ignores_end=True)
         elif _may_have_salt(request) and rng.random() < 0.1:
@@ -181,12 +200,13 @@ def draw_arrivals(
     return arrivals
 
 
-def _draw_program(rng: random.Random) -> DeclaredProgram | None:
-    if rng.random() < 0.6:
+def _draw_program(rng: random.Random, kind: Kind) -> DeclaredProgram | None:
+    if rng.random() < (0.2 if kind is Kind.TALK else 0.6):
         return None
     name, parent = rng.sample(("one", "two", "three"), 2)
     parent = parent if rng.random() < 0.2 else ""
-    return DeclaredProgram(name, parent, rng.choice(("", "sed")), ends=rng.random() < 0.2)
+    tool, keep_seconds = rng.choice(("", "sed")), rng.choice((0, 0, 1, 3))
+    return DeclaredProgram(name, parent, tool, rng.random() < 0.3, keep_seconds)
 
 
 def _may_have_salt(request: Request) -> bool:
@@ -198,12 +218,12 @@ def draw_vector(rng: random.Random) -> Request:
     return Request(edge, _draw_prompt(rng), 1, Kind.VECTOR)
 
 
-def draw_request(rng: random.Random, focus: str | None = None) -> Request:
+def draw_request(rng: random.Random, focus: str | None = None, is_crowded: bool = False) -> Request:
     kind = rng.choices(list(_WEIGHTS), list(_WEIGHTS.values()))[0]
     if focus in _WEIGHTS and rng.random() < _FOCUSED:
         kind = focus
-    edge, prompt = rng.choice(list(Edge)), _draw_prompt(rng)
-    length = rng.choice((1, 5, 24, _LONG_ANSWER))
+    edge, prompt = rng.choice(list(Edge)), _draw_prompt(rng, is_crowded)
+    length = rng.choice(_CROWDED_LENGTHS if is_crowded else _LENGTHS)
     request = Request(edge, prompt, length, ignores_end=length == _LONG_ANSWER)
     match kind:
         case "several":
@@ -218,23 +238,24 @@ def draw_request(rng: random.Random, focus: str | None = None) -> Request:
         case "call":
             edge = rng.choice((Edge.COMPLETION, Edge.STREAM))
             request = Request(edge, prompt[: rng.choice((1, 3))], 48, Kind.CALL)
-        case "turns":
-            request = _draw_turns(rng)
+        case "turns" | "talk":
+            request = _draw_turns(rng, is_talk=kind == "talk")
         case "stop":
             stop = (rng.choice("aeiou"),)
             request = replace(request, max_tokens=_LONG_ANSWER, stop=stop, ignores_end=True)
             if edge is not Edge.GRPC:
-                request = replace(request, more_prompts=(_draw_prompt(rng), _draw_prompt(rng)))
+                more = _draw_prompt(rng, is_crowded), _draw_prompt(rng, is_crowded)
+                request = replace(request, more_prompts=more)
         case "logprobs":
             request = replace(request, edge=Edge.GRPC, num_logprobs=rng.choice((1, 3)))
-        case "long":
+        case "long" if not is_crowded:
             request = LONG
         case "wrong":
             request = Request(Edge.COMPLETION, prompt, 1, Kind.WRONG, wrong=rng.choice(WRONGS))
     return request
 
 
-def _draw_turns(rng: random.Random) -> Request:
+def _draw_turns(rng: random.Random, *, is_talk: bool) -> Request:
     prompt = _document(0)[: rng.choice((3, 40))]
     later = _LATER_PROMPTS[: rng.choice((1, 2))]
     pause = rng.choice((0.0, 0.05, 1.5, 7.0)) * rng.random()
@@ -248,7 +269,7 @@ def _draw_turns(rng: random.Random) -> Request:
         later_prompts=later,
         pause_seconds=pause,
     )
-    if rng.random() < 0.3:
+    if is_talk:
         return replace(turns, edge=Edge.GRPC, kind=Kind.TALK)
     if edge is Edge.GRPC or rng.random() < 0.3:
         return turns
@@ -258,9 +279,9 @@ def _draw_turns(rng: random.Random) -> Request:
     return replace(turns, breaks_after_seconds=breaks)
 
 
-def _draw_prompt(rng: random.Random) -> tuple[int, ...]:
+def _draw_prompt(rng: random.Random, is_crowded: bool = False) -> tuple[int, ...]:
     document = _document(rng.randrange(_NUM_DOCUMENTS))
-    return document[: rng.choice((3, 16, 17, 40, 100, 200))]
+    return document[: rng.choice(_PROMPTS[:-1] if is_crowded else _PROMPTS)]
 
 
 @cache
