@@ -86,6 +86,8 @@ class FakeScheduler(
     queue: scheduler_pb2.QueueState | None = None
     # The text of the metrics, in which "{labels}" is replaced. If None, metrics are not served.
     metrics: str | None = None
+    # A name of the process, which is another after a restart.
+    incarnation: str = "1"
     # The steps that GetActivity reports.
     steps: list[scheduler_pb2.StepActivity] = field(default_factory=list)
     blocks: common_pb2.BlockMap | None = None
@@ -221,7 +223,7 @@ class FakeScheduler(
         self, _request: scheduler_pb2.GetStatsRequest, _context: object
     ) -> scheduler_pb2.GetStatsResponse:
         return scheduler_pb2.GetStatsResponse(
-            incarnation="1",
+            incarnation=self.incarnation,
             model_name=self.model_name,
             num_running=self.num_running,
             num_steps=7,
@@ -299,7 +301,7 @@ class FakeScheduler(
     def opened(self) -> scheduler_pb2.SessionOpened:
         return scheduler_pb2.SessionOpened(
             release=own_release(),
-            incarnation="1",
+            incarnation=self.incarnation,
             model_name=self.model_name,
             max_model_len=self.max_model_len,
             vocab_size=VOCAB_SIZE,

@@ -72,6 +72,18 @@ async def test_only_steps_that_are_new_to_the_caller_are_sent(model: Path) -> No
         assert len(replica["steps"]) == 2
 
 
+async def test_a_restarted_scheduler_reports_its_first_steps(model: Path) -> None:
+    """The new process has already run more steps than the gateway had seen of the earlier one."""
+    fake = FakeScheduler(steps=[step(1, SECOND, 3 * SECOND)])
+    async with serving(model, fake) as served:
+        assert len((await activity(served.http))["replicas"][0]["steps"]) == 1
+        fake.incarnation = "2"
+        fake.steps = [step(n, n * SECOND, (n + 1) * SECOND) for n in (1, 2, 3)]
+        await asyncio.sleep(SAMPLE_SECONDS)
+        (replica,) = (await activity(served.http))["replicas"]
+        assert [one["step"] for one in replica["steps"]] == [1, 2, 3]
+
+
 async def test_however_many_look_a_scheduler_is_asked_a_few_times_a_second(model: Path) -> None:
     fake = FakeScheduler()
     async with serving(model, fake) as served:

@@ -144,12 +144,14 @@ class ActivityFeed:
         if answer.stats.incarnation != cursor.incarnation:
             cursor.incarnation, cursor.done_unix_nanos = answer.stats.incarnation, 0
             sample.steps = deque(maxlen=MAX_STEPS)
+            if cursor.step:  # A new scheduler process counts its steps from 0 again.
+                cursor.step = 0
+                await self._ask(sample, cursor)
+                return
         if wants_blocks:
             cursor.blocks_at = now
             found = answer.HasField("blocks")
             sample.blocks = blocks_document(answer.blocks) if found else None
-        if cursor.step > answer.stats.num_steps:  # A new scheduler process counts from 0 again.
-            cursor.step = 0
         if answer.steps:
             sample.steps.extend(step_documents(answer.steps, cursor.done_unix_nanos))
             cursor.step = answer.steps[-1].step
