@@ -161,6 +161,24 @@ async def test_a_pool_that_is_killed_is_gone_with_its_lease(server, gateway):
     await writer.close()
 
 
+async def test_a_pool_that_only_paused_is_loaded_from_its_snapshot(server, redis, gateway):
+    directory, key = RedisDirectory(RedisConnection(server.url), WRITER), KEYS.lease("paused")
+    await _open(directory, "paused")
+    await until(lambda: gateway.index.view("paused") is not None)
+    epoch = gateway.index.view("paused").epoch
+    await directory._writers[PoolId("paused")].stop()
+    lease = await redis.call(lambda client: client.get(key))
+    await redis.call(lambda client: client.delete(key))
+    await until(lambda: gateway.index.view("paused") is None)
+    await redis.call(lambda client: client.set(key, lease))
+    await until(lambda: gateway.index.view("paused") is not None)
+    assert (gateway.index.view("paused").epoch, gateway.index.view("paused").is_exact) == (
+        epoch,
+        True,
+    )
+    await directory.close()
+
+
 @pytest.mark.parametrize("event", ["another joins", "another leaves"])
 async def test_another_node_removes_the_record_of_a_killed_pool(server, redis, event):
     directory, killed = RedisDirectory(RedisConnection(server.url), WRITER), PoolId("killed")

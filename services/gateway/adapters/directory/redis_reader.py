@@ -217,6 +217,8 @@ class RedisReader:
             if view.node not in leases:
                 logger.info("pool %s is no longer in the directory of cached prefixes", view.node)
                 self._index.remove(view.node)
+                self._behind.pop(view.node, None)
+                self._loaded.pop(view.node, None)
         for record, lease in leases.values():
             if self._must_load(record, lease):
                 await self._load(record)

@@ -45,7 +45,7 @@ class Speeds:
 
 
 DEFAULT_SPEEDS = Speeds(1e-4, 1e-4)
-"""Only the ratio of the two matters."""
+"""The speeds assumed before any replica has reported speeds. Only their ratio matters."""
 
 
 class Era(NamedTuple):
