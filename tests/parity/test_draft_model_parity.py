@@ -119,7 +119,10 @@ def assert_share(kind: str, recorded: Recorded) -> None:
 
 @pytest.mark.parametrize(
     ("situation", "async_scheduling"),
-    [*((name, True) for name in SITUATIONS), ("preempted again and again", False)],
+    [
+        *(("alone", True), ("chunks of 11", True)),
+        *(("preempted again and again", True), ("preempted again and again", False)),
+    ],
 )
 async def test_drafts_change_no_token(
     drafting: Drafting, situation: str, *, async_scheduling: bool

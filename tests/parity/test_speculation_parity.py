@@ -108,13 +108,10 @@ def speculating(
 @pytest.mark.parametrize(
     ("situation", "proposer", "async_scheduling"),
     [
-        *(
-            (name, proposer, True)
-            for name in SITUATIONS
-            for proposer in PROPOSERS
-            if name != "alone"
-        ),
-        *((name, "random", False) for name in SITUATIONS if name != "alone"),
+        *(("preempted again and again", proposer, True) for proposer in PROPOSERS),
+        ("preempted again and again", "random", False),
+        *(("sixteen together", proposer, True) for proposer in ("always right", "ngram")),
+        *(("chunks of 11", proposer, True) for proposer in ("never right", "random", "suffix")),
         *(("alone", proposer, True) for proposer in ("always right", "never right")),
     ],
 )
