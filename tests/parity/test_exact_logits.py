@@ -85,7 +85,7 @@ def test_logits_token_by_token_are_the_same_bits(model: ExactModel) -> None:
         serving.run(together, [1], f"{name}, token by token")
 
 
-@pytest.mark.parametrize("size", [2, 3, 5, 16, 33, 64])
+@pytest.mark.parametrize("size", [2, 5, 16, 64])
 def test_logits_in_batches_are_the_same_bits(model: ExactModel, size: int) -> None:
     order = np.random.default_rng(size).permutation(size) % len(SEQUENCES)
     together = [Request(SEQUENCES[number], 1) for number in order]
