@@ -153,6 +153,26 @@ run(main)
     )
 
 
+def test_messages_on_their_way_at_the_end_of_a_cut_arrive_after_older_messages() -> None:
+    in_virtual_time("""
+from services.simulation.runtime.network import Pipe
+async def main(network):
+    one, other = Process(network.loop, "one"), Process(network.loop, "other")
+    pipe, seen = Pipe(network, one, other), []
+    network.cut(one, other)
+    network.spike_chance = 0.0
+    pipe.send(seen.append, "waits for the end of the cut")
+    await asyncio.sleep(0.001)
+    network.spike_chance = 1.0
+    for number in range(9):
+        pipe.send(seen.append, number)
+    network.mend(one, other)
+    await asyncio.sleep(0.1)
+    assert seen == ["waits for the end of the cut", *range(9)], seen
+run(main)
+""")
+
+
 def test_no_connection_is_left_of_a_client_that_dies_before_its_connection_is_accepted() -> None:
     in_virtual_time(
         GRPC

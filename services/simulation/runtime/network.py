@@ -8,6 +8,7 @@ closes the connection, as with gRPC's keepalive and TCP_USER_TIMEOUT.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 from zlib import crc32
@@ -47,7 +48,8 @@ class Network:
         self._cuts: dict[Cut, None] = {}
         self.awaited: dict[tuple[str, str], list[asyncio.Future[None]]] = {}
         """Maps (source, target) to futures that the next arrival at the target sets."""
-        self._waiting: dict[Cut, list[tuple[Pipe, Callable[..., object], tuple[Any, ...]]]] = {}
+        self._waiting: dict[Cut, list[Pipe]] = {}
+        """Maps cuts to the pipes of the messages that wait, one entry for each message."""
         self.connections: dict[Connection, None] = {}
         """Connections with at least one open end."""
         self._next_port = _FIRST_PORT
@@ -103,8 +105,8 @@ class Network:
         """Ends the cut of one direction. Waiting data is sent again."""
         cut = source.name, target.name
         self._cuts.pop(cut, None)
-        for pipe, callback, args in self._waiting.pop(cut, ()):
-            pipe.send(callback, *args)
+        for pipe in self._waiting.pop(cut, ()):
+            pipe.deliver_next()
 
     def reset(self, one: Process, other: Process) -> None:
         for connection in list(self.connections):
@@ -124,9 +126,8 @@ class Network:
             if not arrived.done():
                 arrived.set_result(None)
 
-    def wait(self, pipe: "Pipe", callback: Callable[..., object], args: tuple[Any, ...]) -> None:
-        cut = pipe.source.name, pipe.target.name
-        self._waiting.setdefault(cut, []).append((pipe, callback, args))
+    def wait(self, pipe: "Pipe") -> None:
+        self._waiting.setdefault((pipe.source.name, pipe.target.name), []).append(pipe)
 
     def stopped(self, process: Process) -> None:
         """Makes the peers of a stopped process close their connections if it stays stopped."""
@@ -157,29 +158,38 @@ class Network:
 
 
 class Pipe:
-    """One direction between two processes. Messages arrive in order."""
+    """One direction between two processes. Messages arrive in order, also if some of them were
+    sent again after a cut and others are on their way.
+    """
 
-    __slots__ = ("_due", "_network", "source", "target")
+    __slots__ = ("_due", "_messages", "_network", "source", "target")
 
     def __init__(self, network: Network, source: Process, target: Process) -> None:
         self._network = network
         self.source = source
         self.target = target
         self._due = 0.0
+        self._messages: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
 
     def send(self, callback: Callable[..., object], *args: Any) -> None:
         """Calls a function in the target's process after a delay."""
+        self._messages.append((callback, args))
+        self.deliver_next()
+
+    def deliver_next(self) -> None:
+        """Delivers, after a delay, the first message that has not arrived then."""
         network = self._network
         due = max(
             network.loop.time() + network.delay(self.source.name, self.target.name), self._due
         )
         self._due = due
-        network.loop.call_exactly(due, self._arrive, callback, args, context=self.target.context)
+        network.loop.call_exactly(due, self._arrive, context=self.target.context)
 
-    def _arrive(self, callback: Callable[..., object], args: tuple[Any, ...]) -> None:
+    def _arrive(self) -> None:
         if self._network.is_cut(self.source, self.target):
-            self._network.wait(self, callback, args)
+            self._network.wait(self)
         else:
+            callback, args = self._messages.popleft()
             callback(*args)
             if self._network.awaited:
                 self._network.arrives(self.source, self.target)
