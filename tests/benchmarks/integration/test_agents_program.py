@@ -100,7 +100,7 @@ def test_the_summary_of_a_grid_tells_the_worst_setting() -> None:
 
 
 def test_a_rate_is_the_highest_at_which_jobs_take_twice_as_long() -> None:
-    web = replace(RATE_LOADS[1], num_programs=25, kv_tokens=40_000)
+    web = replace(RATE_LOADS[1], num_programs=12, kv_tokens=16_000)
     rate = highest_rate(web, "fcfs", seed=0)
     step = (BOUNDS[1] - BOUNDS[0]) / 2**NUM_HALVINGS
     assert slowdown(replace(web, rate=rate), "fcfs", seed=0) <= 2.0
