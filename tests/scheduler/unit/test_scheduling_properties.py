@@ -22,7 +22,7 @@ from tests.scheduler.paged_model import continuation
 from tests.scheduler.story import Story
 from tests.scheduler.worlds import Arrival, Event, Incident, World, worlds
 
-NUM_WORLDS = 1500
+NUM_WORLDS = 3300
 KINDS = [(policy, in_flight) for policy in POLICIES for in_flight in (1, 2)]
 RARE = ("preemptions", "hits", "drafts", "STOP", "ABORT")
 MAX_STEPS = 1500
@@ -203,4 +203,4 @@ def test_every_world_ends_well(policy: str, in_flight: int) -> None:
     live()
     assert happened["worlds"] >= NUM_WORLDS // len(KINDS)
     for rare in (*(incident.name for incident in Incident), *RARE):
-        assert happened[rare] >= 5, f"{rare} hardly happened: {happened}"
+        assert happened[rare] >= 20, f"{rare} hardly happened: {happened}"
