@@ -73,8 +73,8 @@ class RankContexts:
 
 @dataclass(frozen=True, slots=True)
 class DropContexts:
-    """Ends contexts. Their blocks stay cached, but are reused before all other cached blocks, in
-    the order of `contexts`. Always fits. Unknown contexts are ignored.
+    """Ends contexts. Their free blocks stay cached, as if they were freed now in the order of
+    `contexts`. Always fits. Unknown contexts are ignored.
     """
 
     contexts: Sequence[ContextId]

@@ -81,19 +81,18 @@ class RetainingFreeQueue(FreeQueue):
         self._contexts = ranked | known
 
     def drop(self, contexts: Iterable[ContextId]) -> None:
-        """Ends contexts. Their blocks become ordinary cached blocks, which are reused before other
-        cached blocks. The blocks of the first context are reused first.
+        """Ends contexts. Their free blocks become ordinary cached blocks, as if freed now.
+        Other ordinary blocks are reused first, because programs may begin with the same tokens.
         """
-        for context in reversed([*contexts]):
+        for context in contexts:
             owned, num_contexts = self._contexts.pop(context, ()), self._num_contexts
             only_here = [block for block in owned if num_contexts[block] == 1]
             for block in [block for block in owned if num_contexts[block] > 1]:
                 self._leave(context, block)
             for block in only_here:
                 del num_contexts[block], self._sums[block]
-            for block in [block for block in only_here if block in self._free]:
+            for block in [block for block in reversed(only_here) if block in self._free]:
                 self._cached[block] = self._free.pop(block)
-                self._cached.move_to_end(block, last=False)
             self._forget(context)
 
     def take_changes(self) -> tuple[ContextBlocks, ...]:

@@ -74,9 +74,9 @@ class Model:
     def drop(self, context: int) -> None:
         found = dict(self.contexts).get(context, [])
         self.contexts = [(one, blocks) for one, blocks in self.contexts if one != context]
-        for block in found:
+        for block in reversed(found):
             if block not in self.in_use and not self.owners(block):
-                self.lru.insert(0, block)
+                self.lru.append(block)
 
 
 def ids(numbers: Sequence[int]) -> list[BlockId]:
