@@ -6,7 +6,7 @@ import math
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.pool.block_hash import BlockHash
@@ -20,7 +20,7 @@ from services.scheduler.core.policies.program.pauses import NEVER, PausesOfTool,
 from services.scheduler.core.policies.programs import Program
 from services.scheduler.core.request import Request
 from tests.scheduler.agents import Agents
-from tests.scheduler.story import prompt
+from tests.scheduler.story import Story, prompt
 
 TOOL_SECONDS = 1.0
 
@@ -378,6 +378,33 @@ async def test_a_request_without_its_context_leaves_headroom(num_warm: int) -> N
     plan = await agents.story.scheduler.schedule()
     # 34 blocks are free and 33 are needed, but a tenth of the 40 blocks must stay free.
     assert (plan.new, plan.wait_reason) == ([], WaitReason.HEADROOM)
+
+
+LENGTHS = st.lists(st.tuples(st.integers(1, 90), st.integers(1, 30)), min_size=1, max_size=20)
+
+
+@given(LENGTHS, st.integers(31, 60))
+@settings(max_examples=50, deadline=None)
+async def test_programs_of_one_turn_are_scheduled_as_with_fcfs(
+    lengths: list[tuple[int, int]], num_blocks: int
+) -> None:
+    ends = DeclaredProgram("", ends=True)
+    fcfs, program = (
+        Story(policy=one, num_blocks=num_blocks, max_model_len=120) for one in ("fcfs", "program")
+    )
+    while True:
+        for number, (num_tokens, max_tokens) in enumerate(lengths[:3]):
+            for story in (fcfs, program):
+                first = 7 * (len(lengths) - number)  # no two prompts begin alike
+                story.add(
+                    f"{first}", prompt(num_tokens, first), max_tokens=max_tokens, program=ends
+                )
+        lengths = lengths[3:]
+        steps = [await story.step() for story in (fcfs, program)]
+        assert steps[0].granted == steps[1].granted
+        if not (lengths or steps[0].granted):
+            break
+    assert fcfs.scheduler.num_preemptions == program.scheduler.num_preemptions
 
 
 async def test_a_request_that_lacks_blocks_without_headroom_does_not_wait_for_headroom() -> None:

@@ -28,6 +28,10 @@ from services.scheduler.core.policies.retention import NoRetention
 from services.scheduler.core.program_turn import PausedProgram, ProgramTurn
 from services.scheduler.core.request import Request
 
+_CONTINUING_SMOOTHING = 0.01
+_LEAST_CONTINUING = 0.005
+"""If a smaller fraction of programs continues, requests are admitted as with fcfs."""
+
 
 class Turns:
     """Counts admissions of cold and warm requests, so that no request waits forever."""
@@ -86,6 +90,8 @@ class ProgramRetention(NoRetention):
         self.num_retained_blocks = 0
         """Number of free blocks that belong to contexts."""
         self.turns = Turns(config)
+        self._continuing = 0.0
+        """The fraction of recent turns that continued a program or after which a tool runs."""
         self.first_cold: Request | None = None
         """The cold request that must be admitted before all others, if any."""
         self.version = 0
@@ -113,6 +119,7 @@ class ProgramRetention(NoRetention):
             num_blocks = int(request.tenant_max_retained_share * (config.num_blocks - 1))
             self._max_retained[request.tenant] = num_blocks
         self._ended.returned(program)
+        self._note_turn(continues=program.num_turns > 0)
         program.num_turns += 1
         request.program_turn = self._turn(program, context, now)
         if context is not None:
@@ -192,6 +199,8 @@ class ProgramRetention(NoRetention):
             return None
         context, same = self._known.pause(request, program, now, self._size)
         context.tool = "" if declared is None else declared.tool
+        if context.tool or context.keep_seconds:
+            self._note_turn(continues=True)
         if self._config.only_grows:  # otherwise the pool reports how many blocks are left
             context.num_blocks = num_blocks * len(self._config.all_groups)
         self._contexts[context.id] = context
@@ -208,6 +217,8 @@ class ProgramRetention(NoRetention):
         if context is None:
             return
         context.tool = tool
+        if tool:
+            self._note_turn(continues=True)
         if ends and context.returned_at is None:
             self._end(context.program)
 
@@ -293,17 +304,21 @@ class ProgramRetention(NoRetention):
         return not (request.num_preemptions or self.is_warm(request))
 
     def expected_work(self, request: Request) -> tuple[float, float]:
-        """The expected remaining tokens of a request's conversation, and the time when it began."""
+        """The expected remaining tokens of a request's conversation, and the time when it began. If
+        programs have only one turn, the tokens are 0, so that the order is that of arrival.
+        """
         program, turn = self._programs.get(request), request.program_turn
         if program is None or turn is None:
             return 0.0, 0.0
+        if not self._has_later_turns:
+            return 0.0, turn.began
         return self._ended.expected_tokens(program.application, turn.num_before), turn.began
 
     def limit(self, terms: Admission, request: Request, num_running: int) -> None:
         """Sets how many blocks an admission beside running requests must leave free, and how many
-        blocks of contexts it may evict.
+        blocks of contexts it may evict. There are no limits if programs have only one turn.
         """
-        if not num_running:
+        if not (num_running and self._has_later_turns):
             return
         if self.is_cold(request):
             terms.num_blocks_kept_free = max(terms.num_blocks_kept_free, self._headroom)
@@ -314,6 +329,13 @@ class ProgramRetention(NoRetention):
 
     def held_up(self, num_running: int) -> str:
         return self.worth.held_up(num_running, self._clock())
+
+    def _note_turn(self, *, continues: bool) -> None:
+        self._continuing += _CONTINUING_SMOOTHING * (continues - self._continuing)
+
+    @property
+    def _has_later_turns(self) -> bool:
+        return self._continuing >= _LEAST_CONTINUING
 
     @property
     def _is_short(self) -> bool:
