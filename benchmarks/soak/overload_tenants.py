@@ -44,7 +44,7 @@ from services.cli.settings import UpSettings
 
 FLOODS, QUIET = "sk-floods", "sk-quiet"
 LEAST_QUIET_REQUESTS = 10
-"""Minimum number of the quiet tenant's requests in each part, however slow the machine is."""
+"""Minimum number of the quiet tenant's requests in each of parts 2 to 5."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -225,8 +225,9 @@ class PagedModel:
         return len(self._rows)
 
     def next_position(self, row_index: int, num_computed: int) -> int:
-        """The next position that a row writes. A step that was planned while the step before ran
-        counts all drafts of that step as computed. The row has only the accepted drafts.
+        """The next position that a row writes. A step that was planned before the previous step
+        ended counts all drafts of the previous step as computed. The row
+        has only the accepted drafts.
         """
         if not self._num_speculative_tokens:
             return num_computed

@@ -90,7 +90,7 @@ class CacheView:
     adapter_digests: Mapping[str, bytes] = field(default_factory=dict)
     """Maps adapters' names to the digests of their contents, on which block hashes depend."""
     digests: dict[int, BlockHash] = field(default_factory=dict)
-    """Maps each known 64-bit hash to its full digest, including hashes that end inside blocks."""
+    """Maps each known 64-bit hash to its full digest, including those that events omit."""
     orphans: list[BlockStored] = field(default_factory=list)
     """Events of blocks whose parent is still unknown."""
 

@@ -29,7 +29,7 @@ NUM_FORGOTTEN = 4
 def suffix_trees(
     rules: SuffixRules = RULES, max_bytes: int = MAX_RESPONSE_BYTES
 ) -> NativeSuffixDecoding:
-    """Compiled suffix decoding. Skips the test if it cannot be built."""
+    """Compiled suffix decoding. If it cannot be compiled, skips the test."""
     return NativeSuffixDecoding(_library(), rules, max_bytes)
 
 

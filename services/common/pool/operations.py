@@ -174,7 +174,7 @@ class Admission:
     num_tokens: int | None = None
     """Number of computed tokens after the step, draft tokens included. None means `num_slots`."""
     num_prompt_tokens: int = 0
-    """Number of tokens in the prompt. Later requests are likely to continue at its end."""
+    """Number of tokens in the prompt. Later requests are likely to extend the prompt."""
     shared_prefix_boundary: int = 0
     """The length in tokens of a longer prefix that some group had cached when the hit was planned,
     or 0. If this length has changed, the hit counts as changed, unless `diverges` is set.

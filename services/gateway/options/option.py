@@ -109,7 +109,7 @@ class Option:
         return {}
 
     def guarded(self, app: ASGIApp, paths: Collection[str]) -> ASGIApp:  # noqa: ARG002
-        """Wraps the HTTP application in checks of POST requests to `paths`, whose requests run the
+        """Wraps the HTTP application in checks of POST requests to `paths`, which all run the
         model. The checks run before the request's body is read.
         """
         return app

@@ -1,7 +1,7 @@
 """A Redis server in memory, with the commands that the services use, over RESP2.
 
 Keys expire by the clock of the server's process. The Lua scripts of `fleet_registry` are replaced
-by Python methods. A stream is trimmed exactly and at once.
+by Python methods. XADD trims exactly, even with `MINID ~`.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""The native architectures, and the traits of each that config.json does not contain.
+"""The architectures that are implemented here, and the traits of each that config.json lacks.
 
 All are pre-norm decoders with rotary positions, grouped queries and gated MLPs. `Traits` lists
 their differences. Traits are used only while config.json is read: ModelConfig has the values

@@ -1,8 +1,8 @@
 """Decodes the tensors of quantized weights in checkpoints.
 
-An FP8 weight [out, in] is floats times a scale. A weight of GPTQ, AWQ or compressed-tensors is
+FP8 weights [out, in] are floats times scales. A weight of GPTQ, AWQ or compressed-tensors is
 `(code - zero point) * scale`, with a zero point and a scale for each output feature and group of
-input features. Codes of 4 or 8 bits are packed into words of 32 bits, lowest bits first.
+input features. GPTQ, AWQ and pack-quantized checkpoints pack codes into words of 32 bits.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""The benchmark of the directory runs completely, with small sizes."""
+"""The benchmarks of the prefix directory run, with small sizes."""
 
 import asyncio
 import json

@@ -1,8 +1,8 @@
 """Fixtures for tests with a real Docker engine: the repository's images, and running compose files.
 
 If the engine has no image of another project (such as Jaeger) and cannot pull it, a stand-in
-replaces the image. The summary of the test run lists the stand-ins. `make images`, which builds the
-repository's images, uses the variables `BASE` and `DOCKER_ARGS`.
+replaces the image. The summary of the test run lists the stand-ins. Builds of images
+use the environment variables `BASE` (base image) and `DOCKER_ARGS` (arguments of `docker build`).
 """
 
 import os

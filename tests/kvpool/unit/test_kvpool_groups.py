@@ -218,7 +218,7 @@ def test_a_state_needs_one_block_however_long_the_prompt():
     assert grow(pool, 1, 405, computed=404) == [1]
 
 
-# How long blocks were cached and free.
+# Ages of reused and evicted blocks.
 
 
 def test_ages_of_blocks_are_counted_in_transactions():

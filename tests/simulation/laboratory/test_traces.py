@@ -1,4 +1,4 @@
-"""Workloads that are read from trace files, and the quantiles of generated workloads."""
+"""Workloads read from trace files, and distributions in generated workloads."""
 
 import json
 import random

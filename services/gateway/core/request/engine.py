@@ -51,7 +51,7 @@ class DeltaSource(Protocol):
 
 
 class Source(Protocol):
-    """A source of deltas (new output): an engine that generates tokens, or a recorded answer."""
+    """Makes DeltaSources: an engine that generates tokens, or a recorded answer."""
 
     def start(self, requests: Sequence[EngineRequest]) -> DeltaSource:
         """The returned source yields the sequences' output from the beginning."""

@@ -77,7 +77,7 @@ class ResumableSessions:
             self._engine.changes.add_chunk(request, None)
 
     def end_for_waiting(self, reason: WaitReason | None, now: float) -> None:
-        """Ends one session if other requests wait (with the reason `reason`) for blocks or rows.
+        """Ends one session if other requests wait for blocks or rows, as `reason` says.
         Ends the session that has waited longest for input, if it has waited at least KEPT_SECONDS.
         If no session waits for input and no request runs, sessions wait for each other's blocks,
         and the session that was opened last is ended.

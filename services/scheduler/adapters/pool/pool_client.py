@@ -307,5 +307,5 @@ async def _why_ended(call: _TransactCall) -> grpc.aio.AioRpcError:
 
 
 def _broke_under_a_write(rpc_error: grpc.aio.AioRpcError) -> bool:
-    """Whether gRPC, and not the pool, has set the status INTERNAL, because the stream broke."""
+    """Whether the stream broke during a write. Then gRPC, not the pool, sets INTERNAL."""
     return rpc_error.code() is grpc.StatusCode.INTERNAL and rpc_status.from_call(rpc_error) is None

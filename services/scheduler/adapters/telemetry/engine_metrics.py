@@ -130,8 +130,8 @@ class ResumableSessionsCollector(Collector):
 
 
 class SpeculationMetrics(Collector):
-    """Counts draft tokens. Exports no metrics if workers propose none. Drafts after the end of a
-    request count as rejected even if the workers accepted them.
+    """Counts draft tokens. Exports no metrics if workers propose none. Draft tokens from a
+    request's last token on count as rejected, even if the workers accepted them.
     """
 
     def __init__(self, num_speculative_tokens: int) -> None:

@@ -87,7 +87,7 @@ class DraftModel(DraftSource):
         self._settle(rows, step.num_computed_tokens, batch)
         starts = self._num_computed[rows]
         ends = np.minimum(step.num_computed_tokens + step.num_scheduled_tokens, self._max_model_len)
-        # For each request, the number of drafts that the draft model proposes after the forced ones
+        # For each request, how many drafts the model adds after the drafts that its grammar forces
         num_own = np.zeros(len(rows), np.int32)
         for want in wanted:
             known = batch.num_tokens[want.row]

@@ -2,8 +2,8 @@
 
 Attention of layer 0 stores one number for each of a step's tokens as its key, and attention of
 layer 1 stores one as its value. For each token, both layers return a sum over the attention windows
-of all layers in the shape. A window contributes the numbers of the tokens in it, times factors of
-their positions. All numbers are read through the block tables, after the step's own numbers were
+of all layers in the shape. A window contributes its tokens' numbers, each times a factor for its
+position. All numbers are read through the block tables, after the step's own numbers were
 stored. Therefore a wrong block, a block that was freed too early, or a token that was not computed
 changes the sum.
 """

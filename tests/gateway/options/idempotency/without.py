@@ -1,4 +1,4 @@
-"""Tests of a gateway after test_removed_option.py deleted the code of the option `idempotency`."""
+"""Tests that test_removed_option.py runs in a copy of the tree without the option `idempotency`."""
 
 from pathlib import Path
 

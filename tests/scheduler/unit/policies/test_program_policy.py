@@ -27,7 +27,7 @@ TOOL_SECONDS = 1.0
 
 def index_by_definition(seconds: list[float], age: float) -> float:
     """The largest value of P(pause <= t) / E[min(pause, t)] for the time that is left after `age`.
-    As t, tries all pauses longer than `age`. One more pause of age + 1 is assumed.
+    As t, tries what is left of all longer pauses. One more pause of 2 * age + 1 is assumed.
     """
     left = [one - age for one in seconds if one > age] + [age + 1]
     within = [one for one in left if one < math.inf]

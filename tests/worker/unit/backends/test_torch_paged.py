@@ -105,7 +105,7 @@ def test_decodes_of_different_lengths_share_a_step_with_chunks(
     run_step(attention, sequences[:1], [1], block_size, layer)
     run_step(attention, sequences[1:], lengths[1:], block_size, layer)
     # Decodes by increasing length, then chunks of prompts whose beginnings were computed. One chunk
-    # is longer than a tile.
+    # is longer than MOST_ROWS.
     order = [0, 1, 2, 4, 5, 3, 6]
     mixed = [sequences[index] for index in order]
     run_step(attention, mixed, [1, 1, 1, 1, 9, MOST_ROWS + 5, 2], block_size, layer)

@@ -36,7 +36,7 @@ class JsonMeter:
         self._key = ""
 
     def feed(self, piece: bytes) -> None:
-        """Counts the next piece. Raises InvalidArgument once a limit is exceeded."""
+        """Reads the next piece. Raises InvalidArgument once a limit is exceeded."""
         text = self._backslash + piece
         num_backslashes = len(text) - len(text.rstrip(b"\\"))
         self._backslash = b"\\" if num_backslashes % 2 else b""
