@@ -5,11 +5,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """A caller without limits. Callers with different ids cannot see each other's requests."""
+    """A caller without limits. Callers with different ids cannot see each other's requests. If
+    clients need API keys, callers are objects of the subclass Tenant, which may have limits.
+    """
 
     caller_id: str
     weight: float = 1.0
-    """The caller's weight in fair queueing, relative to the weights of other callers."""
+    """The weight of the caller in fair queueing, relative to the weights of other callers."""
     max_retained_share: float = 1.0
     """Maximum fraction of a replica's KV blocks that may be retained for the caller's agent
     programs (series of requests with tool calls between them) while a program's tool runs.

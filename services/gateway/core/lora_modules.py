@@ -6,6 +6,7 @@ from services.common.errors import InvalidArgument, NotFound
 from services.common.request.adapter import Adapter
 
 MAX_NAME_CHARACTERS = 256
+"""Limit on the length of an adapter's name, which appears in answers, logs and metrics."""
 
 
 class LoraModules:
@@ -40,12 +41,14 @@ class LoraModules:
             )
 
     def add(self, adapter: Adapter, *, in_place: bool = False) -> None:
-        """Raises InvalidArgument if `check_new` does not accept the name."""
+        """Adds an adapter. Raises InvalidArgument if `check_new` does not accept the name."""
         self.check_new(adapter.name, in_place=in_place)
         self._adapters[adapter.name] = adapter
 
     def remove(self, name: str) -> None:
-        """Running requests with the adapter continue. Raises NotFound if the name is unknown."""
+        """Removes an adapter. Running requests that use the adapter continue. Raises NotFound if
+        the name is unknown.
+        """
         if self._adapters.pop(name, None) is None:
             raise NotFound(
                 f"no adapter {name[:100]!r} is loaded",

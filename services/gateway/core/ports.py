@@ -12,7 +12,7 @@ TIMER_SLACK_SECONDS = 0.001
 
 class Timer(Protocol):
     def cancel(self) -> None:
-        """Idempotent."""
+        """Cancels the callback. Idempotent."""
 
 
 class Clock(Protocol):
@@ -68,15 +68,19 @@ class Tokenizer(Protocol):
     depends on the adjacent byte tokens. Tokenizers without byte tokens have an empty mapping.
     """
     special_ids: frozenset[int]
-    """Ids of special tokens, which are not text, such as end of sequence, roles and padding."""
+    """Ids of the special tokens, which are not text, such as end of sequence, roles and padding."""
     eos_token_id: int | None
+    """The end-of-sequence token, or None if the tokenizer has no such token."""
     max_token_bytes: int
     has_chat_template: bool
+    """Whether the model has a chat template, which `render_chat` needs."""
 
     async def encode(
         self, texts: Sequence[str], *, add_special_tokens: bool, max_tokens: int
     ) -> list[list[int]]:
-        """Raises TextTooLong if a text has more than `max_tokens` tokens."""
+        """Returns the token ids of plain texts. Raises TextTooLong if a text has more than
+        `max_tokens` tokens.
+        """
 
     async def encode_pairs(
         self, pairs: Sequence[tuple[str, str]], *, max_tokens: int

@@ -59,31 +59,35 @@ class OptionParts:
 
 
 class Option:
-    """A subclass overrides the methods and attributes that it uses. Each option is a folder beside
-    this module, which only `listed.py` imports.
+    """One option. A subclass overrides the methods and attributes that it uses. By default they
+    have no effect. Each option is a folder beside this module, which only `listed.py` imports.
     """
 
     metric_specs: ClassVar[Sequence[MetricSpec]] = ()
     request_headers: ClassVar[Sequence[RequestHeader]] = ()
-    """Headers that this option reads in requests that generate tokens. Turns of clients' sessions
-    cannot have them.
+    """Headers that this option reads in requests that generate tokens. Only the application, and
+    not QuickRefusals, checks a request with one of these headers. Turns of clients' sessions cannot
+    have them.
     """
     operations: ClassVar[Mapping[str, str]] = {}
     """Maps each path whose requests run the model to the operation's name in traces and metrics."""
     bodies: ClassVar[Mapping[str, type[BaseModel]]] = {}
     """Maps paths to the classes of their request bodies, if the classes belong to this option."""
     answer_headers: ClassVar[Sequence[str]] = ()
+    """Headers that `guarded` may add to answers."""
     access: Access | None = None
     """Replaces the default check of clients' access. None keeps the default."""
     private_labels: Sequence[str] = ()
     """Names of metric labels. Clients may not see time series that have one of these labels."""
 
     def __init__(self, settings: Any, parts: OptionParts) -> None:
-        """Raises SettingError for an invalid setting."""
+        """`settings` are all settings of the gateway, including this option's. Raises SettingError
+        for an invalid setting.
+        """
 
     @property
     def collectors(self) -> Sequence[Collector]:
-        """The collectors of the metrics in `metric_specs`."""
+        """Prometheus collectors of the metrics in `metric_specs`."""
         return ()
 
     @property
@@ -92,8 +96,8 @@ class Option:
         return 0
 
     def routes(self, parts: "RouteParts", options: "Options") -> Sequence[Route]:  # noqa: ARG002
-        """The routes of the clients' HTTP API, which replace routes with the same paths. `options`
-        are all options of the gateway.
+        """Returns this option's routes of the clients' HTTP API. They replace routes with the same
+        paths. `options` are all options of the gateway.
         """
         return ()
 
@@ -121,7 +125,7 @@ class Option:
         return app
 
     def traced(self, tracing: Tracing) -> Tracing:
-        """Called once at the gateway's start."""
+        """Called once at the gateway's start. Returns the tracing to use for requests."""
         return tracing
 
     def admitted(
@@ -130,8 +134,8 @@ class Option:
         context: CallContext | None,  # noqa: ARG002
     ) -> AbstractAsyncContextManager[None] | None:
         """Returns a context manager for a gRPC call that runs the model, or for a turn of a
-        client's session. It is entered before the call's message is read. `context` is None for a
-        turn.
+        client's session. It is entered before the call's message is read. None means that no
+        context manager is needed. `context` is None for a turn.
         """
         return None
 
@@ -148,8 +152,9 @@ class Option:
         api: str,  # noqa: ARG002
     ) -> Generation:
         """Called for a checked request before its sequences are queued. Returns the Generation to
-        run, for example one that reads a stored answer. `api` is the kind of answer, such as a chat
-        completion.
+        run: `generation` itself, or another one, for example one that reads a stored answer. `api`
+        is the kind of answer, such as a chat completion. The call is cancelled at the request's
+        deadline.
         """
         return generation
 
@@ -160,7 +165,7 @@ class Option:
         """Starts the option's own servers. Raises Unavailable if an address cannot be bound."""
 
     async def run(self) -> None:
-        """Runs until cancelled."""
+        """Runs from the start of the gateway until it is cancelled."""
         await asyncio.Event().wait()
 
     def begin_drain(self, error: StepwellError) -> None:
@@ -173,7 +178,8 @@ class Option:
 
     async def stop(self, second_stop: asyncio.Event | None) -> None:
         """Called after the gateway's servers have stopped. Stops the option's own servers at once
-        if `second_stop` is None. Otherwise they may run until `second_stop` is set.
+        if `second_stop` is None. Otherwise the servers may run for some time, until `second_stop`
+        is set.
         """
 
 

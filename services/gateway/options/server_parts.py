@@ -24,6 +24,7 @@ class RouteParts:
     gate: Gate
     bodies: BodyReader
     model: Path
+    """Path of the model's directory or file."""
     headers: tuple[RequestHeader, ...]
     """Headers that the gateway reads in requests that run the model."""
     generating_headers: tuple[RequestHeader, ...]

@@ -1,4 +1,4 @@
-"""Operators' calls, such as pausing, to some or all replicas."""
+"""Operators' calls, such as pausing, to some or all replicas. Each replica has its own result."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -64,7 +64,9 @@ class Administration:
         clear_cache: bool,
         timeout_seconds: float,
     ) -> list[Outcome]:
-        """Pauses the replicas. If `clear_cache` is true, then also resets their prefix caches."""
+        """Pauses the schedulers of the replicas. If `clear_cache` is true, then also resets the
+        replicas' prefix caches.
+        """
 
         async def pause(replica: ReplicaAdmin) -> Said:
             await replica.pause(mode, timeout_seconds)
@@ -130,6 +132,9 @@ class Administration:
         return await asyncio.gather(*map(ask, self._chosen(addresses)))
 
     def _chosen(self, addresses: Sequence[str]) -> list[ReplicaAdmin]:
+        """Returns the replicas at these addresses, or all replicas if `addresses` is empty. Raises
+        NotFound if an address is unknown, and Unavailable if there are no replicas.
+        """
         known = {replica.address: replica for replica in self._replicas()}
         if not known:
             raise Unavailable("there are no replicas", reason="NO_REPLICAS")

@@ -11,8 +11,8 @@ from services.gateway.core.request.inflight import Inflight
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """A sequence that waits at this gateway. If `seconds` is None, the time waited so far is not
-    known.
+    """A sequence that waits at this gateway, with the reason of the wait, and the seconds waited so
+    far, or None if they are not known.
     """
 
     inflight: Inflight
@@ -22,7 +22,8 @@ class Queued:
 
 class Admission:
     """Lets every sequence be sent at once. The option `tenants` uses a subclass that queues
-    sequences.
+    sequences. The fleet calls `discard`, `candidates`, `sent`, `started` and `left` for all
+    sequences, even if they were not queued.
     """
 
     def __len__(self) -> int:
@@ -50,7 +51,7 @@ class Admission:
         return False
 
     def discard(self, inflight: Inflight) -> None:
-        """Does nothing if the sequence is not queued."""
+        """Removes a sequence from its queue. Does nothing if the sequence is not queued."""
 
     def candidates(self, _inflight: Inflight, replicas: Sequence[Replica]) -> Sequence[Replica]:
         """Returns the replicas to which the sequence may be sent. There is at least one."""

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 _DEFAULT_RETRY_SECONDS = 0.1
 NO_REPLICA = "no_replica"
+"""The reason that is reported for the wait of a sequence that no replica accepts."""
 
 
 class Fleet:
@@ -42,10 +43,10 @@ class Fleet:
 
     1. `admission` may queue a sequence before it is first sent.
     2. A sequence that no replica accepts waits in order of arrival for at most
-       `resubmit_timeout_seconds`.
-    3. The fleet takes back the sequences of a replica when the gRPC session with its scheduler
-       ends, or when the replica has been unable to run steps for `migrate_after_seconds` and
-       another replica is ready.
+       `resubmit_timeout_seconds`. It is sent when a replica becomes ready.
+    3. When the gRPC session with a replica's scheduler ends, the replica counts as lost, and the
+       fleet takes back its sequences. The fleet also takes back the sequences of a replica that has
+       been unable to run steps for `migrate_after_seconds`, if another replica is ready.
     4. A sequence that was taken back is sent to another replica together with all its generated
        tokens. A sequence fails if it has been at several lost replicas in succession without
        getting a new token, since the sequence may be the cause of the losses.
@@ -84,15 +85,20 @@ class Fleet:
         self._max_num_queued_tokens = max_num_queued_tokens
         self._numbers = itertools.count()
         self.num_resubmissions = 0
+        """Number of times that any sequence was sent again, because its replica was lost, could not
+        run steps or refused the sequence.
+        """
         self._waiting = WaitingQueue(
             resubmit_timeout_seconds, clock, on_retry=self._try_again, on_expired=self._expired
         )
         self.arrivals = Arrivals()
         self.admission = Admission()
-        """The option `tenants` replaces this object before the first request."""
+        """Decides which sequences are queued before they are sent. By default no sequence is
+        queued. The option `tenants` replaces this object before the first request.
+        """
 
     def set_addresses(self, source: str, addresses: Iterable[str]) -> None:
-        """`source` is a setting or a registry. `addresses` are all addresses that it lists now."""
+        """Stores all addresses of schedulers that `source`, a setting or a registry, lists now."""
         if self.membership.set_addresses(source, addresses):
             self._update()
 
@@ -111,6 +117,7 @@ class Fleet:
         return self.membership.limits()
 
     def _num_queued_tokens(self) -> int:
+        """Returns the number of prompt tokens, computed or not, of all sequences without output."""
         running = [one for replica in self.membership.replicas for one in replica.running.values()]
         sequences = (*running, *self._waiting, *self.admission)
         return sum(len(one.request.prompt_token_ids) for one in sequences if not one.has_output)
@@ -144,8 +151,8 @@ class Fleet:
     def start(
         self, requests: Sequence[EngineRequest], progress: Sequence[Progress] = ()
     ) -> Mailbox:
-        """Sequences with the same prompt are sent to the same replica, so that they share the
-        prompt's KV blocks.
+        """Sends sequences. Sequences with the same prompt are sent to the same replica, so that
+        they share the prompt's KV blocks.
         """
         mailbox = Mailbox(requests, self._numbers, self._drop, self._nanos)
         replica, prompt = None, None
@@ -207,8 +214,8 @@ class Fleet:
         waits. It fails instead if the replicas' queues are full and no replica has accepted the
         sequence before.
 
-        A sequence that is refused as invalid is sent once more, because its message may have been
-        damaged in transit.
+        A sequence that is refused as invalid is sent once more. It has passed the gateway's checks,
+        so its message may have been damaged in transit.
         """
         if isinstance(error, InvalidArgument) and not inflight.was_called_invalid:
             inflight.was_called_invalid = True
@@ -239,7 +246,10 @@ class Fleet:
         self._placement.reported(replica)
         self.admission.admit()
 
+    # Choice of the replica.
+
     def _send(self, inflight: Inflight) -> Replica | None:
+        """Sends a sequence to a ready replica that has not refused it, if there is one."""
         placed = self._placement.place(inflight, self.admission)
         if placed is None:
             return None
@@ -250,8 +260,8 @@ class Fleet:
         return replica
 
     def _continue(self, inflight: Inflight) -> bool:
-        """Sends a turn of a client's session to the replica that keeps the previous turn's KV
-        blocks. Returns whether there is such a replica.
+        """If the sequence is a turn of a client's session, sends it to the replica that keeps the
+        KV blocks of the previous turn. Returns whether there is such a replica.
         """
         turn = inflight.request.turn
         held = None if turn is None else turn.take_held(inflight.request)
@@ -266,8 +276,8 @@ class Fleet:
         return False
 
     def send(self, inflight: Inflight) -> Replica | None:
-        """Returns the replica, or None if no replica is ready to accept the sequence. The sequence
-        then waits.
+        """Sends a sequence to a replica and returns the replica. If no replica is ready to accept
+        the sequence, lets it wait and returns None.
         """
         replica = self._send(inflight)
         if replica is None:
@@ -286,6 +296,7 @@ class Fleet:
         self.admission.admit()
 
     def _migrate(self) -> None:
+        """Takes sequences back from replicas that have been unable to run steps for too long."""
         if not self.membership.num_ready:
             return
         for replica in self.membership.replicas:
@@ -316,8 +327,8 @@ class Fleet:
         self.admission.discard(inflight)
 
     def _update(self) -> None:
-        """If the model was replaced, a waiting sequence fails if it has output or the limits have
-        changed.
+        """Updates the set of replicas, and sends waiting sequences to the ready replicas. If the
+        model was replaced, a waiting sequence fails if it has output or the limits have changed.
         """
         limits = self.membership.known_limits
         if self.membership.update():

@@ -26,12 +26,12 @@ class Link(Protocol):
         """
 
     def abort(self, handle: int, *, was_stopped: bool = False) -> None:
-        """The replica receives no more results of the sequence. `was_stopped` is true if a stop
-        string ended the sequence.
+        """Ends a sequence at the scheduler. The replica receives no more results of the sequence.
+        `was_stopped` is true if a stop string ended the sequence.
         """
 
     def end_turn(self, handle: int, tool: str) -> None:
-        """Reports which tool the client runs after the ended sequence."""
+        """Tells the scheduler which tool the client runs after the ended sequence."""
 
 
 class ReplicaListener(Protocol):
@@ -43,7 +43,7 @@ class ReplicaListener(Protocol):
         """
 
     def replica_lost(self, inflights: list[Inflight], cause: ResubmitCause) -> None:
-        """The session with the scheduler, which had these sequences, ended for `cause`."""
+        """The session with the scheduler ended for `cause`. The replica had these sequences."""
 
     def request_rejected(
         self, inflight: Inflight, error: StepwellError, replica: "Replica"

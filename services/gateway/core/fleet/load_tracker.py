@@ -11,6 +11,7 @@ from services.gateway.core.fleet.routing_decision import RoutingDecision
 from services.gateway.core.request.inflight import Inflight
 
 INITIAL_MEAN_OUTPUT_TOKENS = 128.0
+"""The assumed mean number of output tokens at a replica before any sequence has ended there."""
 OWN_TOKENS_COUNT = 2
 """Factor by which the number of a sequence's own uncomputed tokens is multiplied in the sequence's
 cost at a replica. It is 2, because both the sequence and the requests behind it wait until these
@@ -22,14 +23,16 @@ full KV-cache pool, each new block evicts a cached block, which a later request 
 eviction pressure is the number of tokens recently computed at the replica, divided by the mean of
 this number over all replicas (after Preble's eviction cost).
 
-The values of OWN_TOKENS_COUNT and EVICTED_TOKENS_COUNT had the best hit rates and times to first
-token in simulations (tests/gateway/simulated_fleet.py).
+Without this term, most new conversations would be sent to the few replicas that happen to measure
+slightly better speeds. In simulations (tests/gateway/simulated_fleet.py), the values of
+OWN_TOKENS_COUNT and EVICTED_TOKENS_COUNT had the best hit rates and times to first token.
 """
 RECENT_SECONDS = 30.0
 """Half-life of the number of recently computed tokens, in seconds."""
 _HALF_LIVES = 256
 """Length of an era, a period with common token weights (see `Era`), in half-lives."""
 _SHARE = 0.1
+"""Weight of the newest value in moving means."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +80,26 @@ def mean_speeds(known: Sequence[Speeds]) -> Speeds:
 
 @dataclass(slots=True)
 class _Sent:
+    """A sequence that this gateway has sent to the replica, with estimates of its tokens."""
+
     inflight: Inflight
     num_output_tokens: int
+    """Number of output tokens that the sequence already had when it was sent."""
     num_uncomputed_tokens: int
     """Estimated number of tokens that are not computed yet."""
     num_cached_tokens: int
+    """Number of tokens that were expected to be cached when the sequence was sent."""
     cached_key: int | None
+    """Key of the last block that was expected to be cached when the sequence was sent."""
 
 
 class LoadTracker:
     """Counts sequences at one replica as soon as they are sent, and corrects the counts with each
-    load report of the replica's scheduler. If the gateway relied on reports alone, it would send
-    all requests between two reports to the same replica.
+    load report of the replica's scheduler.
+
+    The scheduler sends a load report after each step in which requests arrive or end, or prompts
+    are computed. If the gateway relied on reports alone, it would send all requests between two
+    reports to the same replica.
     """
 
     def __init__(self) -> None:
@@ -100,6 +111,7 @@ class LoadTracker:
         """Called after each change, except a change by `refresh`."""
         self._sent: dict[int, _Sent] = {}
         self._uncomputed: dict[int, _Sent] = {}
+        """The sequences without output from this replica. Their uncomputed tokens are counted."""
         self._num_sharing: Counter[int] = Counter()
         self._num_uncomputed = 0
         self._num_sessions = 0
@@ -108,7 +120,7 @@ class LoadTracker:
         self.clear()
 
     def clear(self) -> None:
-        """Resets the load and the speeds after the session with the scheduler has ended."""
+        """Resets the load and the speeds. Called when the session with the scheduler has ended."""
         self._sent.clear()
         self._uncomputed.clear()
         self._num_sharing.clear()
@@ -117,6 +129,7 @@ class LoadTracker:
         self._num_other_requests = 0
         self._num_other_tokens = 0
         self.speeds: Speeds | None = None
+        """The speeds that the scheduler measured, or None before it has reported any."""
         self._recent_weight = 0.0
         self.on_changed()
 
@@ -149,8 +162,8 @@ class LoadTracker:
         return self._num_sharing[cached_key]
 
     def recent_weight(self, era_number: int) -> float:
-        """Returns the sum of the weights, in the given era (see `Era`), of the tokens that the
-        replica has recently prefilled for this gateway's sequences.
+        """Returns the number of tokens that the replica has recently prefilled for this gateway's
+        sequences, as a sum of weights in the given era (see `Era`).
         """
         if era_number != self._era:
             self._recent_weight *= 2.0 ** (_HALF_LIVES * (self._era - era_number))
@@ -177,7 +190,8 @@ class LoadTracker:
         2. the time to compute the sequence's own tokens, multiplied by OWN_TOKENS_COUNT +
            `pressure` * EVICTED_TOKENS_COUNT (`pressure` is the replica's eviction pressure);
         3. the time by which the sequence and the other requests slow each other down while the
-           sequence decodes.
+           sequence decodes. The sequence is assumed to generate the mean number of output tokens,
+           but at most `max_output_tokens`. None means no limit.
 
         The cost is computed with the average of the replica's own speeds and `fleet_speeds`, the
         mean speeds of all replicas. With the replica's own speeds alone, most new conversations
@@ -247,8 +261,8 @@ class LoadTracker:
         self.on_changed()
 
     def reported(self, load: ReplicaLoad) -> None:
-        """If the report has more uncomputed tokens than this gateway counts, the excess are tokens
-        of other gateways' requests.
+        """Applies a load report of the scheduler. If it has more uncomputed tokens than this
+        gateway counts, the excess are tokens of other gateways' requests.
         """
         self.refresh()
         self._num_other_requests = load.num_other_requests

@@ -1,4 +1,4 @@
-"""The set of replicas of one model."""
+"""The set of replicas, which determines the ready replicas and the limits for requests."""
 
 import asyncio
 import logging
@@ -15,9 +15,8 @@ from services.gateway.core.request.model_limits import ModelLimits, tightest_lim
 logger = logging.getLogger(__name__)
 
 LEAVE_AFTER_SECONDS = 3.0
-"""A replica whose address no source (a setting or a registry) lists any more is removed when this
-gateway has had no session with its scheduler for this number of seconds. A draining replica is
-removed at once.
+"""A replica whose address no source lists any more is removed when this gateway has had no session
+with its scheduler for this number of seconds. A draining replica is removed without this delay.
 """
 
 
@@ -25,11 +24,11 @@ class Links(Protocol):
     """The connections to all schedulers."""
 
     def make(self, address: str) -> Link:
-        """Makes the link to the scheduler at an address. It may be used after `open`."""
+        """Makes the link to the scheduler at an address. The link may be used after `open`."""
 
     def open(self, replica: Replica) -> None:
-        """Opens a session (a gRPC stream) with the replica's scheduler, and a new session whenever
-        one ends.
+        """Opens a session, a gRPC stream, with the replica's scheduler, and a new one whenever it
+        ends.
         """
 
     def close(self, replica: Replica) -> None:
@@ -39,9 +38,12 @@ class Links(Protocol):
 class Membership:
     """The replicas of one model. A replica that serves another model never becomes ready.
 
-    Sources, such as a setting or a registry, list addresses of schedulers. A replica whose address
-    is no longer listed is kept while it has an open session, which proves that the scheduler
-    exists. So no request is affected if a registry loses its data.
+    Sources, such as a setting or a registry, list addresses of schedulers. For a new address, a
+    replica is added at once. A replica whose address is no longer listed is kept while it has an
+    open session, which proves that the scheduler exists. So no request is affected if a registry
+    loses its data.
+
+    The class `Fleet` calls `update` after each change of a replica's state.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class Membership:
         on_model_absent: Callable[[], None],
     ) -> None:
         """`on_model_absent` is called when no replica has served the current model for
-        `patience_seconds`.
+        `patience_seconds`. The next `update` may then choose the model of the connected replicas.
         """
         self.replicas: list[Replica] = []
         """The replicas in order of joining. A change replaces the list and does not modify it."""
@@ -64,6 +66,7 @@ class Membership:
         ready. It is None before the first replica was ready.
         """
         self.changed = asyncio.Event()
+        """Set whenever a replica joins, leaves or changes. The task that waits for it clears it."""
         self._ready: Sequence[Replica] | None = None
         self._by_address: dict[str, Replica] = {}
         self._links = links
@@ -73,8 +76,8 @@ class Membership:
         self._model = ServedModel(tokenizer_fingerprint, patience_seconds, clock, on_model_absent)
 
     def set_addresses(self, source: str, addresses: Iterable[str]) -> bool:
-        """`addresses` are all addresses that the source currently lists. Returns whether a replica
-        was removed. Must be called repeatedly, since replicas may be removed later than their
+        """Stores all addresses that a source currently lists. Returns whether a replica was
+        removed. Must be called repeatedly, since replicas may be removed later than their
         addresses.
         """
         self._addresses[source] = tuple(addresses)
@@ -85,7 +88,7 @@ class Membership:
         return self._remove_leaving()
 
     def ready(self) -> Sequence[Replica]:
-        """Returns the same list object until `readiness_changed` is called."""
+        """Returns the ready replicas, as one list object until `readiness_changed` is called."""
         if self._ready is None:
             self._ready = [replica for replica in self.replicas if replica.is_ready]
         return self._ready
@@ -118,7 +121,7 @@ class Membership:
         return f"no replica is ready: {states or 'none is known'}"
 
     def limits(self) -> ModelLimits:
-        """Raises Unavailable if no replica has been ready so far."""
+        """Returns `known_limits`. Raises Unavailable if no replica has been ready so far."""
         if self.known_limits is None:
             raise no_replica_ready(self.why_not_ready())
         return self.known_limits
@@ -170,6 +173,7 @@ class Membership:
 
 
 def _has_ended(replica: Replica) -> bool:
+    """Whether the replica has no session, and is assumed not to open another one."""
     seconds = replica.seconds_disconnected()
     return seconds is not None and (replica.is_draining or seconds >= LEAVE_AFTER_SECONDS)
 

@@ -1,5 +1,5 @@
 """Chooses a ready replica for a sequence (the prompt and one answer of a request), by the routing
-policy.
+policy. Replicas whose queues have room are preferred.
 """
 
 from collections.abc import Sequence
@@ -24,6 +24,7 @@ class Placement:
         self._policy = policy
         self._clock = clock
         self._knows_queues = False
+        """Whether any replica has announced the state of its queue."""
 
     def reported(self, replica: Replica) -> None:
         self._knows_queues |= replica.queue is not None
@@ -47,7 +48,9 @@ class Placement:
     def place(
         self, inflight: Inflight, admission: Admission
     ) -> tuple[Replica, RoutingDecision] | None:
-        """Returns None if no ready replica accepts the sequence. `admission` may exclude some."""
+        """Returns a ready replica that has not refused the sequence, and the routing decision, or
+        None if there is no such replica. `admission` may exclude replicas.
+        """
         ready = self._membership.ready()
         if refused_by := inflight.refused_by:
             ready = [replica for replica in ready if replica.address not in refused_by]

@@ -12,9 +12,10 @@ and at most twice this number.
 
 
 class RecentPrefixes:
-    """The keys of the blocks of sequences that were recently sent to one replica. Two sets of keys,
-    of which the older is dropped at each multiple of MIN_SECONDS, make a timer for each key
-    unnecessary. Assuming for two seconds that blocks are cached is an idea of llm-d.
+    """The keys of the blocks of sequences that were recently sent to one replica. There are two
+    sets of keys, so that no key needs a timer. Keys are added to the newer set. At each multiple of
+    MIN_SECONDS, the older set is dropped, the newer set becomes the older set, and an empty set
+    becomes the newer set. Assuming for two seconds that blocks are cached is an idea of llm-d.
     """
 
     def __init__(self) -> None:
@@ -23,8 +24,8 @@ class RecentPrefixes:
         self._turns_at = MIN_SECONDS
 
     def add(self, keys: Sequence[int], now_seconds: float, known_depth: int = 0) -> None:
-        """Adds the keys of a sent sequence's blocks after the first `known_depth` blocks, which are
-        cached.
+        """Adds the keys of a sent sequence's blocks, without the first `known_depth` blocks, which
+        are known to be cached.
         """
         if now_seconds >= self._turns_at:
             self._turn(now_seconds)
@@ -32,8 +33,9 @@ class RecentPrefixes:
 
     def depth(self, keys: Sequence[int], now_seconds: float, known_depth: int = 0) -> int:
         """Returns the number of leading blocks of a prompt that are cached or were sent recently.
-        The first `known_depth` blocks are known to be cached. Bisection works because all blocks
-        before a sent block were also sent.
+        The first `known_depth` blocks are known to be cached. Bisection finds the last block that
+        was sent, because all blocks before a sent block were also sent. Often the first lookup, of
+        the block after the known blocks, shows that no further block was sent.
         """
         if now_seconds >= self._turns_at:
             self._turn(now_seconds)
@@ -50,7 +52,7 @@ class RecentPrefixes:
         return low
 
     def clear(self) -> None:
-        """Drops all keys."""
+        """Drops all keys. Called when the session with the replica has ended."""
         self._newer, self._older = set(), set()
 
     def _turn(self, now_seconds: float) -> None:
@@ -61,7 +63,7 @@ class RecentPrefixes:
 
 class RecentReplicas:
     """Maps the key of a prompt's first block to the addresses of the replicas to which sequences
-    with this first block were recently sent.
+    with this first block were recently sent. Keys are dropped at the times of `RecentPrefixes`.
     """
 
     def __init__(self) -> None:

@@ -30,6 +30,7 @@ from services.gateway.core.text.no_token import (
 logger = logging.getLogger(__name__)
 
 ENDED_HERE = "this gateway ended the session"
+"""The reason passed to `Replica.closed` if this gateway ended the session without an error."""
 
 _MAX_HANDLE = 2**32
 _UNKNOWN = ReplicaState(
@@ -39,7 +40,8 @@ _UNKNOWN = ReplicaState(
 
 class Replica:
     """A replica's scheduler, and the sequences that this gateway has sent to it through a Link, the
-    connection to the scheduler.
+    connection to the scheduler. When the scheduler's messages arrive, the link calls `turn_ended`
+    and the methods from `opened` to `closed`.
 
     An integer, called a handle, identifies a sequence. Handles are unique within one session, which
     is a gRPC stream between this gateway and the scheduler. Clients' sessions are different: each
@@ -50,11 +52,13 @@ class Replica:
         self.address = address
         self.is_connected = False
         self.description: ReplicaDescription | None = None
+        """The description that the scheduler sent at the start of the last session."""
         self.refusal = ""
         """Why no requests are sent to the replica even if it can run steps, for example because it
-        serves another model. Empty if requests may be sent.
+        serves another model. Empty if requests may be sent. Set by ServedModel.
         """
         self.is_draining = False
+        """Whether the scheduler has announced that it accepts no more requests."""
         self.running: dict[int, Inflight] = {}
         self.load = LoadTracker()
         self.recent_prefixes = RecentPrefixes()
@@ -67,9 +71,11 @@ class Replica:
         self._disconnected_since = clock.time()
         self._handles = itertools.count(1)
         self._unadmitted: set[int] = set()
+        """Handles of the sequences that the scheduler has not scheduled yet."""
         self._held: dict[int, Turn] = {}
         """Maps handles to ended turns of clients' sessions whose KV blocks the replica keeps."""
         self.queue: QueueState | None = None
+        """The last queue state that the scheduler announced, or None before the first."""
         self._num_others_waiting = 0
         """Number of other gateways' waiting requests when `queue` was announced."""
         self._is_blocked = False
@@ -84,7 +90,7 @@ class Replica:
 
     @property
     def reason(self) -> str:
-        """Why the replica is not ready, or "" if it is ready."""
+        """Why the replica is not ready. It is empty if the replica is ready."""
         if not self.is_connected:
             return self._why_disconnected
         return self.refusal or self._state.reason
@@ -113,9 +119,9 @@ class Replica:
         """Limit on the number of sequences at this replica, or None if the scheduler did not report
         `max_num_seqs`.
 
-        While requests wait because KV blocks or token budget are lacking, the limit is the number
-        of running sequences plus half the number of waiting sequences, so that fewer sequences wait
-        at the replica. Otherwise it is `max_num_seqs`.
+        Normally the limit is `max_num_seqs`. If requests wait because KV blocks or token budget are
+        lacking, the limit is the number of running sequences plus half the number of waiting
+        sequences, so that fewer sequences wait at the replica.
         """
         if self.description is None or not self.description.max_num_seqs:
             return None
@@ -132,8 +138,12 @@ class Replica:
         self, timeout_seconds: float | None, *, has_output: bool = False, num_arriving: float = 0
     ) -> ResourceExhausted | None:
         """Returns the error with which the scheduler would refuse a request with this timeout, or
-        None if the scheduler may accept the request. `num_arriving` is the number of requests that
-        will be sent earlier.
+        None if the scheduler may accept the request.
+
+        The length of the replica's queue is estimated as the sum of three numbers: waiting requests
+        of other gateways in the last announcement, unscheduled requests of this gateway, and
+        `num_arriving`, the number of requests that will be sent earlier. If no request waits at the
+        replica, requests that fit into the free slots are not counted.
         """
         if self.queue is None:
             return None
@@ -144,7 +154,7 @@ class Replica:
         return self.queue.refusal(timeout_seconds, has_output=has_output, num_waiting=num_waiting)
 
     def send(self, inflight: Inflight, route: RoutingDecision) -> None:
-        """The replica must be ready."""
+        """Sends a sequence to the replica, which must be ready."""
         handle = self._free_handle()
         self.running[handle] = inflight
         self._unadmitted.add(handle)
@@ -153,7 +163,7 @@ class Replica:
         self._link.add(handle, inflight)
 
     def continue_held(self, held: HeldSequence, inflight: Inflight) -> RoutingDecision:
-        """Sends the next turn of a client's session, which continues the sequence `held`."""
+        """Sends the next turn of a client's session, which continues the kept sequence `held`."""
         handle = held.handle
         del self._held[handle]
         self.load.num_sessions -= 1
@@ -192,7 +202,7 @@ class Replica:
         return True
 
     def take_back(self) -> list[Inflight]:
-        """Returns the aborted sequences in order of arrival."""
+        """Aborts all sequences at the replica and returns them in order of arrival."""
         taken = sorted(self.running.values(), key=lambda inflight: inflight.number)
         for inflight in taken:
             inflight.taken_back(ResubmitCause.CANNOT_RUN_STEPS)
@@ -225,8 +235,8 @@ class Replica:
         self._listener.replica_changed(self)
 
     def queue_changed(self, queue: QueueState) -> None:
-        """One blocked announcement does not count, because the prompts of a burst may use the whole
-        token budget of one step.
+        """Called when the scheduler announces the state of its queue. One blocked announcement does
+        not count, because the prompts of a burst may use the whole token budget of one step.
         """
         before, self.queue = self.queue, queue
         self._is_blocked = before is not None and before.is_blocked and queue.is_blocked
@@ -266,7 +276,9 @@ class Replica:
             self._listener.request_rejected(inflight, error, self)
 
     def closed(self, reason: str) -> None:
-        """Called when the session with the scheduler has ended or could not be opened."""
+        """Called when the session with the scheduler has ended or could not be opened. The replica
+        then loses all its sequences.
+        """
         if self.is_connected:
             level = logging.INFO if reason is ENDED_HERE else logging.WARNING
             logger.log(

@@ -23,6 +23,7 @@ class ReplicaDescription:
     kvpool_address: str = ""
     """The address of the pool's service, which also publishes the pool's events."""
     pool_id: str = ""
+    """The pool's id at `kvpool_address`."""
     max_num_seqs: int = 0
     """The limit on the number of running sequences, or 0 if it was not reported."""
     retains_contexts: bool = False
@@ -39,7 +40,9 @@ class ReplicaState:
 
     ready: bool
     reason: str = ""
+    """Why the scheduler cannot run a step, as a sentence."""
     draining: bool = False
+    """Whether the scheduler accepts no more requests, and only finishes the requests it has."""
     stalled: bool = False
     """Whether a draining scheduler cannot run steps."""
 

@@ -19,8 +19,9 @@ class RoutingReason(enum.Enum):
     TURN = "turn"
     HASH = "hash"
     CACHED = "cached"
-    """The replica has the lowest cost and has a part of the prompt cached."""
+    """The replica has the lowest cost, and has a part of the prompt cached."""
     CHEAPEST = "cheapest"
+    """The replica has the lowest cost, and has no part of the prompt cached."""
     AFFINITY = "affinity"
     """The replica served the previous request with the same session id, and the cost there is close
     to the lowest.
@@ -38,12 +39,16 @@ class RoutingDecision:
     address: str
     reason: RoutingReason
     num_candidates: int
+    """Number of replicas that could accept the sequence."""
     num_cached_tokens: int = 0
+    """Number of the sequence's tokens that are expected to be cached at the replica."""
     cost_seconds: float | None = None
-    """Seconds of the replica's time, or None if the routing policy does not estimate costs."""
+    """Expected cost of the sequence in seconds of the replica's time. It is None if the routing
+    policy does not estimate costs.
+    """
     cached_key: int | None = None
-    """Key of the last block that is expected to be cached. Sequences with the same key share a
-    cached prefix.
+    """Key of the last block that is expected to be cached, or None if there is no such block.
+    Sequences with the same key share a cached prefix.
     """
 
     def details(self) -> dict[str, str | int | float]:

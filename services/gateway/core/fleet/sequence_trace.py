@@ -1,4 +1,6 @@
-"""Records the stays of a sequence (a request's prompt and one answer) at replicas."""
+"""Records the stays of a sequence (a request's prompt and one answer) at replicas. A stay begins
+when the sequence is sent to a replica.
+"""
 
 import enum
 from collections.abc import Callable
@@ -11,7 +13,9 @@ from services.gateway.core.fleet.routing_decision import RoutingDecision
 from services.gateway.core.traces.timeline import Part, Timeline
 
 _SPANS = 64
-"""Later stays of a sequence than this number share the last span number."""
+"""Number of a sequence's stays with span numbers of their own. Later stays share the last
+number.
+"""
 
 
 class ResubmitCause(enum.Enum):
@@ -41,7 +45,9 @@ class EngineTimes:
     interrupted: float
     """Seconds within `prefill` and `decode` in which the sequence did not run."""
     queued_unix_nanos: int | None = None
+    """Time when the sequence arrived at the replica, in Unix nanoseconds on the replica's clock."""
     parts: tuple[TimePart, ...] = ()
+    """The sequence's whole time at the replica, divided by what the time was spent on."""
 
     @property
     def inference(self) -> float:
@@ -63,7 +69,9 @@ class SequenceTrace:
     num_sent: int = 0
     times: EngineTimes | None = None
     admitted: int | None = None
+    """Time when the current replica scheduled the sequence, on the clock `nanos`."""
     first_token: int | None = None
+    """Time when the first token from the current replica arrived, on the clock `nanos`."""
     stays: dict[str, int] = field(default_factory=dict)
     """Maps a replica's address to the span number of the sequence's last stay at the replica."""
     timeline: Timeline = field(init=False)

@@ -1,4 +1,6 @@
-"""Determines which model the gateway serves."""
+"""Determines which model the gateway serves. Models are compared by fingerprint, and requests are
+never sent to replicas with different models.
+"""
 
 import logging
 from collections import Counter
@@ -16,7 +18,9 @@ class ServedModel:
 
     The first connected replica sets the fingerprint. It is replaced only when no connected replica
     has it, and either all replicas are connected or `patience_seconds` have passed. A replica that
-    left without draining counts as not connected.
+    left without draining counts as not connected. So after a crash of the last replica with the
+    current model, no replica with another model continues its streams. Yet operators can change the
+    model of all replicas without restarting the gateway.
     """
 
     def __init__(

@@ -8,11 +8,12 @@ from services.gateway.core.request.inflight import Inflight
 
 
 class WaitingQueue:
-    """Keeps sequences that no replica accepts, for at most `timeout_seconds`.
+    """Keeps sequences until they are sent to a replica, for at most `timeout_seconds`.
 
     The timeout of a sequence starts with the first `add`, and restarts with the first `add` after
     the sequence lost its replica or was taken back from it. A refusal by a replica does not restart
-    the timeout.
+    the timeout. When a sequence's retry time (`retry_seconds` after `add`) or timeout has passed,
+    the sequence is removed from the queue, and `on_retry` or `on_expired` is called.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class WaitingQueue:
         return len(self._timers)
 
     def __iter__(self) -> Iterator[Inflight]:
-        """Iterates over a copy in order of arrival."""
+        """Iterates over a copy in order of arrival. The queue may change during the iteration."""
         return iter(sorted(self._timers, key=lambda inflight: inflight.number))
 
     def add(self, inflight: Inflight, retry_seconds: float | None = None) -> None:

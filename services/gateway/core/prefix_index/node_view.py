@@ -1,4 +1,4 @@
-"""One node's part of the index of cached prefixes."""
+"""One node's part of the index of cached prefixes. A node is the KV-cache pool of one replica."""
 
 import enum
 from collections.abc import Iterable
@@ -34,6 +34,7 @@ class Applied(enum.Enum):
 
     DONE = "done"
     KNOWN = "known"
+    """The view already contains the batch, which was not applied again."""
     GAP = "gap"
     """The view lacks batches before this batch. The node becomes degraded: not exact until its keys
     are loaded again.
@@ -43,15 +44,18 @@ class Applied(enum.Enum):
     batch. The node becomes degraded.
     """
     AWAITS_SNAPSHOT = "awaits_snapshot"
-    """The batch was not applied, because the node must first be loaded from a snapshot."""
+    """The batch was not applied, because the node was degraded before, and must first be loaded
+    from a snapshot.
+    """
     OTHER_EPOCH = "other_epoch"
+    """The batch belongs to an epoch that the index does not know."""
 
 
 @dataclass(slots=True)
 class NodeView:
-    """The state of the index for one node (the KV-cache pool of one replica): the number `sequence`
-    of the last applied entry of the pool's log, and the digest of the keys. A new view is made for
-    each epoch, the time between two resets of the pool.
+    """The state of the index for one node: the number `sequence` of the last applied entry of the
+    pool's log, and the digest of the keys. A new view is made for each epoch, the time between two
+    resets of the pool.
     """
 
     node: str
@@ -64,7 +68,7 @@ class NodeView:
     xor: int = 0
     has_full_prefixes: bool = field(init=False)
     """Whether the cached blocks of a prompt always form a prefix, because the only KV-cache group
-    has full attention.
+    has full attention. Lookups may then skip blocks.
     """
 
     def __post_init__(self) -> None:
@@ -92,5 +96,5 @@ class Loading:
         self._index.show(self._view)
 
     def give_up(self) -> None:
-        """The existing view stays in use."""
+        """Discards the loaded keys. The existing view stays in use."""
         self._index.retire(self._view)

@@ -1,14 +1,17 @@
-"""An index of the KV blocks that each replica's KV-cache pool has cached.
+"""An index of the KV blocks that each replica's KV-cache pool has cached. The index finds how many
+leading blocks of a prompt each pool has cached.
 
 A node is the pool of one replica. One table maps a block's key to the set of nodes that have the
 block. The set is an integer with one bit per node. A chain is the sequence of a prompt's blocks.
 With full attention, pools evict the tail of a chain first, so a node always has a prefix of the
-chain. Therefore a lookup reads only every 128th block of the chain, and finds a node's last block
-by bisection, as in NVIDIA Dynamo's PositionalIndexer. Each read causes a cache miss of the
-processor.
+chain. Therefore a lookup reads only every 128th block of the chain. If a node has one of these
+blocks but not the next one, bisection finds the node's last block. The jumps are from NVIDIA
+Dynamo's PositionalIndexer, which jumps over 32 blocks. Each read causes a cache miss of the
+processor, and longer jumps with bisection need fewer reads.
 
-After a reset of its pool, or when its keys are loaded again, a node gets a new bit. `sweep` removes
-the old bit from the table in small steps, so that no call takes long even if the table is large.
+After a reset of its pool, or when its keys are loaded again, a node gets a new bit. The old bit is
+invalid at once. `sweep` removes the old bit from the table in small steps, so that no call takes
+long even if the table is large.
 """
 
 from collections.abc import Iterable, Sequence
@@ -39,20 +42,26 @@ class PrefixIndex:
         self._by_epoch: dict[int, NodeView] = {}
         self._node_of_bit: dict[int, str] = {}
         self._live = 0
+        """The bits of all nodes that have a view."""
         self._jumping = 0
+        """The bits of the nodes whose cached blocks of a chain always form a prefix."""
         self._retired = 0
+        """Invalid bits that are still in the table."""
         self._being_swept = 0
+        """The bits that the current sweep removes."""
         self._next_shard = 0
         self._interned: dict[int, int] = {}
         self.contact = DirectoryState.FALLBACK
-        """The state of the connection to the source of batches and snapshots. The adapter that
-        reads from this source sets it.
+        """The state of the connection to the source of the batches and snapshots. Set by the
+        adapter that reads from this source.
         """
+
+    # Queries.
 
     def match(self, keys: Sequence[int]) -> dict[str, int]:
         """Returns how many leading blocks of a chain each node need not compute. Nodes that must
         compute all blocks are omitted. `keys` are the chain's block keys in KV-cache group 0, from
-        `block_keys`.
+        `block_keys`. The result is empty while the state is FALLBACK or UNUSED.
         """
         if not self.contact.has_matches or not keys:
             return {}
@@ -65,8 +74,8 @@ class PrefixIndex:
 
     @property
     def state(self) -> DirectoryState:
-        """The state is DEGRADED if `contact` is EXACT and any node is degraded, and otherwise
-        `contact`.
+        """The state of the whole index: DEGRADED if `contact` is EXACT and any node is degraded,
+        and otherwise `contact`.
         """
         if self.contact is DirectoryState.EXACT and not all(view.is_exact for view in self.views):
             return DirectoryState.DEGRADED
@@ -83,8 +92,8 @@ class PrefixIndex:
 
     @property
     def views(self) -> Sequence[NodeView]:
-        """Returns a copy, because the thread that scrapes metrics reads it while the event loop may
-        add and remove nodes.
+        """A copy of the views of all nodes. It is a copy because the thread that scrapes metrics
+        reads it while the event loop may add and remove nodes.
         """
         return tuple(self._views.values())
 
@@ -95,9 +104,12 @@ class PrefixIndex:
     def num_keys(self) -> int:
         return sum(map(len, self._shards))
 
+    # Changes that the source of the views reports.
+
     def begin(self, node: str, epoch: int, groups: tuple[KVCacheGroup, ...]) -> NodeView:
         """Makes an empty view for a new epoch of a node, which begins with a reset of its pool. The
-        node's earlier keys become invalid.
+        view equals the empty pool, and no entry of the pool's log is applied yet. The node's
+        earlier keys become invalid.
         """
         self.remove(node)
         view = NodeView(node, epoch, groups, 0, self._new_bit(), is_exact=True)
@@ -112,7 +124,9 @@ class PrefixIndex:
             self.retire(view)
 
     def apply(self, batch: KeyBatch) -> Applied:
-        """Returns DONE or DRIFTED if the batch was applied."""
+        """Applies a batch of added and removed keys, and returns the outcome. The batch was applied
+        if the outcome is DONE or DRIFTED.
+        """
         view = self._by_epoch.get(batch.epoch)
         if view is None:
             return Applied.OTHER_EPOCH
@@ -150,7 +164,9 @@ class PrefixIndex:
     def load(
         self, node: str, epoch: int, groups: tuple[KVCacheGroup, ...], sequence: int
     ) -> Loading:
-        """An existing view stays in use until `finish` of the returned Loading is called."""
+        """Starts loading a node from a snapshot. An existing view stays in use until `finish` of
+        the returned Loading is called.
+        """
         view = NodeView(node, epoch, groups, sequence, self._new_bit(), is_exact=True)
         return Loading(self, view)
 
@@ -176,9 +192,12 @@ class PrefixIndex:
             self._interned.clear()
         return bool(self._retired)
 
+    # Lookups.
+
     def _match_by_jumps(self, keys: Sequence[int], depths: dict[str, int]) -> None:
-        """In each iteration, `holders` are the nodes that have all blocks of the chain up to and
-        including `position`.
+        """Stores in `depths` the number of leading blocks of each node that always has prefixes of
+        chains. In each iteration, `holders` are the nodes that have all blocks of the chain up to
+        and including `position`.
         """
         shards, last = self._shards, len(keys) - 1
         position = 0
@@ -196,7 +215,9 @@ class PrefixIndex:
     def _bisect(
         self, keys: Sequence[int], lost: int, low: int, high: int, depths: dict[str, int]
     ) -> None:
-        """`lost` are nodes that have block `low` of the chain, but not block `high`."""
+        """Stores in `depths` the number of leading blocks of each node in `lost`. These nodes have
+        block `low` of the chain, but not block `high`.
+        """
         shards = self._shards
         while lost and high - low > 1:
             middle = (low + high) // 2
@@ -213,8 +234,8 @@ class PrefixIndex:
         self._record(lost, high, depths)
 
     def _match_exactly(self, keys: Sequence[int], depths: dict[str, int]) -> None:
-        """Reads every block of every group, because nodes with several KV-cache groups or without
-        full attention may have blocks that do not form a prefix of the chain.
+        """Stores in `depths` the number of leading blocks of each node that has several KV-cache
+        groups or a group without full attention. Reads every block of every group.
         """
         shards = self._shards
         held_by_group: list[list[int]] = []
@@ -246,6 +267,8 @@ class PrefixIndex:
             bit = bits & -bits
             depths[node_of_bit[bit]] = depth
             bits ^= bit
+
+    # The table.
 
     def add_keys(self, view: NodeView, keys: Iterable[int]) -> None:
         shards, bit, interned = self._shards, view.bit, self._interned
@@ -280,8 +303,8 @@ class PrefixIndex:
                 view.xor ^= key
 
     def _intern(self, held: int) -> int:
-        """Returns always the same integer object for equal values, because a million separate
-        objects would take 32 MB.
+        """Returns an integer object equal to `held`, always the same one, because a million
+        separate objects would take 32 MB.
         """
         return self._interned.setdefault(held, held)
 

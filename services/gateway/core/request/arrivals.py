@@ -1,5 +1,5 @@
-"""Counts arriving requests: requests that the gateway still reads, tokenizes or checks, and has not
-queued for a replica yet.
+"""Counts arriving requests. A request is called arriving while the gateway reads, tokenizes and
+checks it, until its sequences (the prompt and one answer each) are queued for a replica.
 """
 
 from collections import Counter
@@ -17,7 +17,9 @@ class Arrival:
         counts[caller.caller_id] += 1
 
     def end(self) -> None:
-        """Stops counting the request. Idempotent."""
+        """Stops counting the request. Must be called when its sequences are queued or the request
+        is refused. Idempotent.
+        """
         if self._caller_id is None:
             return
         self._counts[self._caller_id] -= 1

@@ -29,6 +29,7 @@ class Piece:
     prompt_logprobs: LogprobRows | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    """The stop string or the id of the stop token that ended the answer."""
     pooled: bytes | None = None
     """The vector of the prompt as little-endian float32 numbers."""
     events: list[OutputEvent] | None = None
@@ -54,7 +55,11 @@ class Piece:
 
 class Choice:
     """Converts the deltas (new output) of one sequence to pieces of an answer, and ends the answer
-    at a stop string. The answer does not depend on how tokens were grouped into deltas.
+    at a stop string.
+
+    The answer does not depend on how tokens were grouped into deltas. The text of an
+    end-of-sequence or stop token that ended the sequence is omitted, unless the request has
+    include_stop_str_in_output.
     """
 
     def __init__(
@@ -73,6 +78,7 @@ class Choice:
         self.num_reasoning_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.called: list[str] = []
+        """Names of the tools that the answer has called so far."""
         self._detokenizer = new_detokenizer(
             tokenizer,
             sequence.prompt_token_ids if sequence.prompt_embeds is None else (),
@@ -91,7 +97,7 @@ class Choice:
         )
 
     def accept(self, delta: Delta) -> Piece:
-        """Must not be called after `finish_reason` is set."""
+        """Converts a delta to a piece. Must not be called after `finish_reason` is set."""
         if delta.num_cached_tokens is not None:
             self.num_cached_tokens = delta.num_cached_tokens
         if self._prompt_only:
@@ -152,7 +158,10 @@ class Choice:
         self, token_ids: list[int], events: list[OutputEvent] | None
     ) -> tuple[str, int, list[int], str | None]:
         """Returns the visible text, the number of tokens up to the stop string, the position in
-        characters at which each token's text starts, and the stop string or None.
+        characters at which each token's text starts, and the stop string. Without a stop string,
+        the number includes all tokens and the stop string is None.
+
+        Appends the events that are parsed from the text to `events`.
         """
         shown: list[str] = []
         offsets: list[int] = []

@@ -15,7 +15,7 @@ from services.gateway.core.request.engine import DeltaSource, Source
 from services.gateway.core.request.generation import Answer, Generation
 
 TOKENS_AT_A_TIME = 128
-"""Number of tokens that are converted to text at most in one iteration of the event loop."""
+"""Limit on the number of tokens that are converted to text in one iteration of the event loop."""
 
 
 class Sink(Protocol):
@@ -38,9 +38,13 @@ class Delivery:
     """Runs a generation's sequences at an engine (all replicas together), and puts their output
     into a sink.
 
-    Normally callbacks of the event loop put the pieces into the sink, because waking a task for
-    each piece would cost several times as much. At the start and after each drain, the task of
-    `run` puts the next output itself.
+    Normally callbacks of the event loop make the pieces and put them into the sink, because waking
+    a task for each piece would cost several times as much. At the start and after each drain, the
+    task of `run` puts the next output itself, so that it can drain the sink in the same iteration
+    of the event loop. Output that arrives during a drain is put into the sink after the drain.
+
+    If there are many tokens, for example after a long drain, they are put in several parts, so that
+    the event loop can do other work between two parts.
     """
 
     def __init__(
@@ -60,7 +64,9 @@ class Delivery:
         self._parts: deque[Sequence[tuple[int, Delta]]] = deque()
         self._is_due = False
         self._is_for_task = True
+        """Whether the task of `run`, and not a callback, puts the next output."""
         self._wanted: asyncio.Future[None] | None = None
+        """The future that the task of `run` awaits. It is None while the task is busy."""
         self._error: Exception | None = None
 
     async def run(self) -> None:
@@ -90,7 +96,7 @@ class Delivery:
             self.close()
 
     def end(self, error: StepwellError) -> None:
-        """Makes `run` raise this error, after the current drain if `run` drains the sink."""
+        """Makes `run` raise this error. If `run` drains the sink, it raises after the drain."""
         if self._error is None:
             self._error = error
         self._wake()
@@ -113,6 +119,9 @@ class Delivery:
             self._loop.call_soon(self._deliver, context=self._context)
 
     def _deliver(self) -> None:
+        """The callback: if the task of `run` waits, puts the next part of the output into the sink.
+        Wakes the task if it must drain the sink or end.
+        """
         self._is_due = False
         if self._wanted is None or self._wanted.done():
             return
@@ -147,8 +156,8 @@ class Delivery:
             self._wanted.set_result(None)
 
     def _take_error(self) -> Exception:
-        """Removes the reference to the error, because the error's traceback refers to this
-        delivery, which would form a reference cycle.
+        """Returns the error and removes the reference to it. The error's traceback refers to this
+        delivery, so a reference from the delivery to the error would form a cycle.
         """
         error, self._error = self._error, None
         assert error is not None
@@ -171,7 +180,7 @@ class Answers:
 
 
 async def received(source: DeltaSource) -> list[tuple[int, Delta]]:
-    """Waits for output of the sequences. Only one call per source may wait."""
+    """Waits for output of the sequences and returns it. Only one call per source may wait."""
     news = asyncio.Event()
     source.listen(news.set)
     while not (deltas := source.take()):

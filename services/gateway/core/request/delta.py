@@ -12,7 +12,9 @@ from services.gateway.core.request.logprobs import LogprobRows
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The output of a sequence so far, and whether the sequence has ended."""
+    """The output of a sequence so far: the tokens, the number of rows of prompt log-probabilities,
+    and whether the sequence has ended.
+    """
 
     token_ids: list[int]
     num_prompt_rows: int = 0
@@ -27,25 +29,27 @@ class Delta:
     logprobs: LogprobRows | None = None
     prompt_logprobs: LogprobRows | None = None
     num_cached_tokens: int | None = None
-    """Number of cached prompt tokens, or None if no replica has scheduled the sequence since the
+    """Number of cached prompt tokens. It is None if no replica has scheduled the sequence since the
     previous delta.
     """
     finish: Finish | None = None
     error: StepwellError | None = None
-    """If the error is set, `finish` is None and no delta follows."""
+    """The error that ended the sequence. If it is set, `finish` is None and no delta follows."""
     pooled: bytes | None = None
     """The vector of the prompt as little-endian float32 numbers."""
 
     def take_error(self) -> StepwellError:
-        """Removes the reference to the error, because the traceback of a raised error refers to
-        frames that contain this delta, which would form a reference cycle.
+        """Returns the error and removes the reference to it. The traceback of a raised error refers
+        to frames that contain this delta, so the reference would form a cycle.
         """
         error, self.error = self.error, None
         assert error is not None
         return error
 
     def cut(self, max_tokens: int) -> "Iterator[Delta]":
-        """Splits the delta. Only the last part has the finish reason or error."""
+        """Splits the delta into deltas of at most `max_tokens` tokens. Only the last delta has the
+        finish reason or error.
+        """
         num_tokens = len(self.token_ids)
         for start in range(0, max(num_tokens, 1), max_tokens):
             stop = start + max_tokens
@@ -67,6 +71,8 @@ def parts_of(
     """Splits a list of deltas, each with its sequence's index, into parts of about `max_tokens`
     tokens. No part is empty. If there are both tokens and errors, the errors form the last part, so
     that the tokens are delivered first.
+
+    Usually there is one part, since a fast reader finds only one step's tokens in a delta.
     """
     num_tokens, has_error = 0, False
     for _, delta in deltas:

@@ -1,5 +1,5 @@
 """The interfaces through which a generation (a client's request while it runs) uses the replicas or
-another source of output.
+another source of output. A request has one sequence for each of its answers.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,8 +20,7 @@ class DeltaSource(Protocol):
     """The output of a request's sequences."""
 
     routes: list[RoutingDecision]
-    """One routing decision for each time that a sequence was sent to a replica, in order of time.
-    """
+    """The routing decision for each time that a sequence was sent to a replica, in this order."""
     waits: list[Wait]
     """The waits, which have ended, of sequences that were not sent at once or were preempted."""
     traces: list[SequenceTrace]
@@ -54,7 +53,7 @@ class Source(Protocol):
     """Makes DeltaSources: an engine that generates tokens, or a recorded answer."""
 
     def start(self, requests: Sequence[EngineRequest]) -> DeltaSource:
-        """The returned source yields the sequences' output from the beginning."""
+        """Starts sequences. The returned source yields their output from the beginning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +61,7 @@ class Made:
     """The numbers of generated and cached tokens of a request so far."""
 
     num_tokens: int
+    """Number of generated tokens of all sequences."""
     num_cached_tokens: tuple[int | None, ...]
     """Number of cached prompt tokens of each sequence, or None if it was not scheduled."""
 
@@ -79,22 +79,24 @@ class Engine(Source, Protocol):
     """All replicas of the model as one engine."""
 
     def limits(self) -> ModelLimits:
-        """Raises Unavailable if no replica was ready so far."""
+        """Returns the limits of a request. Raises Unavailable if no replica was ready so far."""
 
     def check_room(self, caller: Caller, deadline: float | None) -> None:
         """Raises ResourceExhausted if a request of the caller would be refused now, and
-        DeadlineExceeded if the request would not end by `deadline`. This check is an estimate.
+        DeadlineExceeded if the request would not end by `deadline`.
+
+        This check is an estimate. After `start`, the replica's scheduler decides.
         """
 
     def arriving(self, caller: Caller, deadline: float | None) -> Arrival:
         """Raises the errors of `check_room`, and otherwise counts the request as arriving until
-        `end` of the returned Arrival is called.
+        `end` of the returned Arrival is called. Call this method before `start`.
         """
 
     def start(self, requests: Sequence[EngineRequest]) -> DeltaSource:
         """Sends each sequence to a replica. While no replica is ready, the sequences wait in order
         of arrival.
 
-        If a replica is lost, its sequences continue at another replica. The deltas neither lose nor
-        repeat a token.
+        If a replica is lost, its sequences and their generated tokens are sent to another replica,
+        which continues them. The deltas neither lose nor repeat a token.
         """

@@ -27,7 +27,9 @@ class Usage:
     num_cached_tokens: int
     num_generated_tokens: int
     num_reasoning_tokens: int | None = None
+    """Number of generated tokens that are reasoning. It is None if reasoning is not parsed."""
     is_wish_clipped: bool = False
+    """Whether the client asked to keep the request's KV blocks for longer than MAX_KEEP_SECONDS."""
 
 
 class Generation:
@@ -50,12 +52,15 @@ class Generation:
         self.sequences = sequences
         stops = StopPatterns(request.stop)
         self.mailbox: DeltaSource | None = None
+        """The output of the sequences at the engine. It is None before `start` is called."""
         self.source: KeptSource | None = None
         """The source of an answer that all requests with the same idempotency key share. It is None
         if this request shares no answer, and uses the engine directly.
         """
         self.is_replay = False
+        """Whether another request started the shared answer."""
         self.was_taken = False
+        """Whether a replica has scheduled any sequence of the request."""
         self.choices = [
             Choice(index, tokenizer, request, sequence, stops)
             for index, sequence in enumerate(sequences)
@@ -63,15 +68,17 @@ class Generation:
         self.num_open = len(self.choices)
 
     def start(self, engine: Source) -> DeltaSource:
-        """Starts the sequences, or starts to read the answer of an earlier equal request."""
+        """Starts the sequences at an engine, or starts to read an answer that another request with
+        the same idempotency key has started.
+        """
         if self.request.turn is not None:
             self.request.turn.begin()
         self.mailbox = engine.start(self.sequences)
         return self.mailbox
 
     def accept(self, deltas: Sequence[tuple[int, Delta]]) -> list[Piece]:
-        """Deltas of ended answers are ignored. Raises StepwellError if the engine refused the
-        request or failed.
+        """Converts deltas, each with its sequence's index, to pieces of the answers. Deltas of
+        ended answers are ignored. Raises StepwellError if the engine refused the request or failed.
         """
         choices = self.choices
         added = [
@@ -115,7 +122,9 @@ class Generation:
         return piece
 
     def usage(self) -> Usage:
-        """Cached tokens are counted only for the first answer to each prompt."""
+        """Returns the token counts so far. Cached tokens are counted only for the first answer to
+        each prompt.
+        """
         firsts, program = self.choices[:: self.request.num_candidates], self.request.program
         return Usage(
             num_prompt_tokens=sum(choice.num_prompt_tokens for choice in firsts),
@@ -148,7 +157,9 @@ class Answer:
     pooled: bytes = b""
     """The vector of the prompt as little-endian float32 numbers."""
     message: ParsedMessage = field(default_factory=ParsedMessage)
-    """It is empty if the whole text is content, because the request has no `output_form`."""
+    """The content, reasoning and tool calls that were parsed from the text. It is empty if the
+    whole text is content, because the request has no `output_form`.
+    """
     _text: list[str] = field(default_factory=list)
 
     @property
@@ -169,8 +180,9 @@ class Answer:
 def best_answers(answers: Sequence[Answer], request: ClientRequest) -> list[Answer]:
     """Returns, for each prompt, the best `n` of the `best_of` generated answers, best first.
 
-    By OpenAI's definition, the best answer has the highest mean log-probability per token.
-    Log-probabilities that the client did not request are removed.
+    By OpenAI's definition, the best answer has the highest mean log-probability per token. Among
+    equal answers, the answer with the lowest index is the best. Log-probabilities that the client
+    did not request are removed.
     """
     if not request.is_ranked:
         return list(answers)

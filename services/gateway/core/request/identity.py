@@ -15,5 +15,5 @@ class Identity:
 
     @property
     def created(self) -> int:
-        """Arrival time in whole seconds since 1970."""
+        """Arrival time in whole seconds since 1970, which answers contain as `created`."""
         return self.arrival_unix_nanos // 10**9

@@ -35,6 +35,7 @@ from services.gateway.core.text.parsing.special_tokens import SpecialTokens
 _TOKENS_CHECKED_AT_A_TIME = 65_536
 """Number of prompt tokens that are checked in one iteration of the event loop."""
 _MAX_NAMES = 8
+"""Limit on the number of model names that an error message lists."""
 _ANSWERS_AT_A_TIME = 32
 """If a request has more answers than this number, the event loop can do other work between the
 stages of the request's preparation.
@@ -42,7 +43,9 @@ stages of the request's preparation.
 
 
 class Inference:
-    """Checks requests, tokenizes prompts, and makes Generations, for both HTTP and gRPC."""
+    """Checks clients' requests, tokenizes prompts, and makes Generations. The handlers of both HTTP
+    and gRPC use this class.
+    """
 
     def __init__(
         self,
@@ -83,8 +86,8 @@ class Inference:
         self._unix_nanos = unix_nanos
 
     def check_model(self, name: str | None, caller: Caller = ANYONE) -> None:
-        """Raises NotFound for an unknown name, and PermissionDenied if the caller may not use the
-        named model or adapter.
+        """Raises NotFound if `name` is neither the model's name, the name of an adapter, nor empty.
+        Raises PermissionDenied if the caller may not use the named model or adapter.
         """
         if (adapter := self.adapters.find(name)) is not None:
             caller.check_model(adapter.name)
@@ -161,8 +164,8 @@ class Inference:
     async def prepare(
         self, request: ClientRequest, trace: TraceHeaders = UNTRACED, deadline: float | None = None
     ) -> Generation:
-        """Raises InvalidArgument or OutOfRange if the request is invalid. While a long request is
-        checked, the event loop can do other work.
+        """Checks a request and makes its generation. Raises InvalidArgument or OutOfRange if the
+        request is invalid. While a long request is checked, the event loop can do other work.
         """
         limits = self.limits()
         request = self._defaults.bounded(request)
@@ -206,7 +209,9 @@ class Inference:
             await asyncio.sleep(0)
 
     def delivery(self, generation: Generation, sink: Sink, *, stream: bool) -> Delivery:
-        """If `stream` is false, the Delivery puts many tokens into the sink together."""
+        """Makes the Delivery that puts a generation's output into a sink. If `stream` is false, it
+        puts many tokens together.
+        """
         source = generation.source or self._engine
         min_tokens = self._stream_interval if stream else TOKENS_AT_A_TIME
         return Delivery(generation, source, sink, min_tokens)
@@ -224,7 +229,9 @@ class Inference:
             )
 
     def check_num_logprobs(self, generation: Generation) -> None:
-        """Raises OutOfRange if unstreamed answers could have too many log-probabilities."""
+        """Raises OutOfRange if the answers, which are not streamed, could have too many
+        log-probabilities.
+        """
         count = sum(
             (sequence.sampling.max_tokens or 0) * _width(sequence.sampling.logprobs)
             + len(sequence.prompt_token_ids) * _width(sequence.sampling.prompt_logprobs)

@@ -30,8 +30,11 @@ class Losses:
     """Counts the replicas that were lost while one sequence was there, since its last new token."""
 
     computing: bool = False
+    """Whether the current replica has scheduled the sequence and has not generated a token yet."""
     num_computed: int = 0
+    """Number of losses while the sequence was being computed."""
     num_waited: int = 0
+    """Number of losses while the sequence was waiting at the replica."""
 
     @property
     def are_suspicious(self) -> bool:
@@ -39,7 +42,7 @@ class Losses:
         return self.num_computed > MAX_LOSSES_COMPUTED or self.num_waited > MAX_LOSSES_WAITED
 
     def forget(self) -> None:
-        """Resets the counts after a new token."""
+        """Resets the counts. Called after a new token."""
         self.computing = False
         self.num_computed = self.num_waited = 0
 
@@ -66,7 +69,9 @@ class Inflight:
 
     request: EngineRequest
     index: int
+    """The sequence's index in the client's request."""
     number: int
+    """A number that increases in order of arrival."""
     mailbox: "Mailbox"
     output_token_ids: list[int] = field(default_factory=list)
     losses: Losses = field(default_factory=Losses)
@@ -81,18 +86,20 @@ class Inflight:
     was preempted or the replica could not run steps.
     """
     was_called_invalid: bool = False
+    """Whether a replica has refused the sequence as invalid."""
     was_sent: bool = False
     was_stopped: bool = False
     wait_until: float | None = None
-    """The time, on the event loop's clock, at which the current wait for a replica ends with an
-    error.
-    """
+    """Time on the event loop's clock at which the current wait for a replica ends with an error."""
     release: Callable[[], None] = _nothing
+    """Aborts the sequence at its current replica."""
     end_turn: Callable[[str], None] = _ignore
     """Sends the replica the name of the tool that the client runs after the sequence's end."""
     trace: SequenceTrace = field(init=False)
     _num_prompt_rows: int = 0
+    """Number of rows of prompt log-probabilities that were added to deltas."""
     _num_repeated_rows: int = 0
+    """Number of rows of prompt log-probabilities to skip, since the replica sends them again."""
 
     def __post_init__(self) -> None:
         self.trace = SequenceTrace(self.index, self.request.request_id, self.mailbox.nanos)
@@ -119,8 +126,8 @@ class Inflight:
         route: RoutingDecision,
         end_turn: Callable[[str], None] = _ignore,
     ) -> None:
-        """`release` aborts the sequence at this replica, and `end_turn` sends the replica the name
-        of the tool that runs after the sequence.
+        """Records that the sequence was sent to a replica. `release` aborts the sequence at this
+        replica, and `end_turn` sends the replica the name of the tool that runs after the sequence.
         """
         self.release, self.end_turn = release, end_turn
         self.was_sent = True
@@ -129,8 +136,8 @@ class Inflight:
         self._num_repeated_rows = self._num_prompt_rows
 
     def admitted(self, num_cached_tokens: int) -> None:
-        """`num_cached_tokens` is ignored if another replica has already generated tokens of the
-        sequence.
+        """Records that the replica has scheduled the sequence. `num_cached_tokens` is ignored if
+        another replica has already generated tokens of the sequence.
         """
         self.was_accepted = True
         self.losses.computing = True
@@ -139,7 +146,7 @@ class Inflight:
             self._delta().num_cached_tokens = num_cached_tokens
 
     def tokens(self, token_ids: list[int]) -> None:
-        """The caller must not modify the list afterwards."""
+        """Appends new tokens. The caller must not modify the list afterwards."""
         if not token_ids:
             return
         self.was_accepted = True
@@ -150,7 +157,9 @@ class Inflight:
         self.mailbox.add_tokens(self.index, token_ids)
 
     def lost(self, cause: ResubmitCause) -> None:
-        """The sequence's next wait for a replica has the full time limit again."""
+        """Records that the gateway has lost the sequence's replica. The sequence's next wait for a
+        replica has the full time limit again.
+        """
         self.was_accepted = True
         self.wait_until = None
         self.refused_by.clear()
@@ -209,7 +218,7 @@ class Inflight:
 
 def ended(inflight: Inflight) -> Finish | None:
     """Determines from a sequence's tokens whether and how the sequence has ended, because its
-    replica may be lost before it reports the end.
+    replica may be lost before it reports the end. Returns None if the sequence has not ended.
     """
     tokens, sampling = inflight.output_token_ids, inflight.request.sampling
     if not tokens:
@@ -222,8 +231,8 @@ def ended(inflight: Inflight) -> Finish | None:
 class Mailbox:
     """The sequences of one client request, and the output that the reader has not taken yet.
 
-    Each sequence has at most one delta, so even if the reader stops reading, the mailbox needs no
-    more memory than the request's tokens.
+    Each sequence has at most one delta, which collects the new output. So even if the reader stops
+    reading, the mailbox needs no more memory than the request's tokens.
     """
 
     def __init__(
@@ -241,7 +250,11 @@ class Mailbox:
             Inflight(request, index, next(numbers), self) for index, request in enumerate(requests)
         ]
         self.routes: list[RoutingDecision] = []
+        """The routing decisions in order of time, one for each time that a sequence was sent."""
         self.waits: list[Wait] = []
+        """The waits, which have ended, of sequences that were not sent at once or were preempted,
+        in order of the waits' ends.
+        """
         self.traces = [inflight.trace for inflight in self.inflights]
         self._unfinished = set(range(len(requests)))
         self._drop = drop
@@ -249,6 +262,7 @@ class Mailbox:
         self._on_news: Callable[[], None] = _nothing
         self._min_tokens = 1
         self._begun: set[int] = set()
+        """Indices of the sequences whose first tokens the reader has taken."""
 
     def delta(self, index: int) -> Delta:
         """Returns the delta to which the caller adds output of a sequence. Notifies the reader."""
@@ -266,7 +280,7 @@ class Mailbox:
         return delta
 
     def add_tokens(self, index: int, token_ids: list[int]) -> None:
-        """The caller must not modify the list afterwards."""
+        """Adds tokens to the sequence's delta. The caller must not modify the list afterwards."""
         delta = self._deltas.get(index)
         if delta is None:
             delta = self._deltas[index] = Delta(token_ids)
@@ -276,13 +290,16 @@ class Mailbox:
             self._on_news()
 
     def listen(self, on_news: Callable[[], None], min_tokens: int = 1) -> None:
-        """`on_news` must not call `take`. If the new output consists of tokens, `on_news` is called
-        for the first tokens of a sequence, and later when a delta has at least `min_tokens` tokens.
+        """Calls `on_news` when there is new output. `on_news` must not call `take`. If the new
+        output consists of tokens, `on_news` is called for the first tokens of a sequence, and later
+        when a delta has at least `min_tokens` tokens.
         """
         self._on_news, self._min_tokens = on_news, min_tokens
 
     def take(self) -> list[tuple[int, Delta]]:
-        """Each index occurs at most once."""
+        """Returns the output since the last call as pairs of a sequence's index and its delta. Each
+        index occurs at most once.
+        """
         deltas, self._deltas = self._deltas, {}
         for index, delta in deltas.items():
             if delta.token_ids:
@@ -307,6 +324,7 @@ class Mailbox:
         return going_on
 
     def abort(self, index: int) -> None:
+        """Ends a sequence because its text contains a stop string. Idempotent."""
         if index in self._unfinished:
             self.inflights[index].was_stopped = True
             self._abort(index)

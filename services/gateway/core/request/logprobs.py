@@ -33,7 +33,7 @@ class LogprobRows:
         return len(self.ranks)
 
     def extend(self, other: "LogprobRows") -> None:
-        """`other` must have the same width."""
+        """Appends the rows of `other`, which must have the same width."""
         self.token_ids += other.token_ids
         self.logprobs += other.logprobs
         self.ranks += other.ranks

@@ -17,7 +17,7 @@ class ModelLimits:
     priority_scheduling: bool
     hidden_size: int
     pooler: Pooler | None = None
-    """It is None if the model generates text."""
+    """How the model computes the vector of a prompt. It is None if the model generates text."""
 
     @property
     def capacity(self) -> int:
@@ -28,7 +28,9 @@ class ModelLimits:
 
     @property
     def max_prompt_tokens(self) -> int:
-        """If the model generates text, the prompt must leave room for one token."""
+        """Limit on the number of prompt tokens. If the model generates text, the prompt must leave
+        room for one token.
+        """
         return self.capacity if self.pooler is not None else self.capacity - 1
 
 

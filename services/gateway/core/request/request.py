@@ -20,7 +20,7 @@ from services.gateway.core.text.parsing.output_form import OutputForm
 
 ChatRole = Literal["system", "developer", "user", "assistant", "tool"]
 CHAT_ROLES = tuple(role for role in get_args(ChatRole) if role != "tool")
-"""The roles over gRPC, which has no tool calls and therefore no role `tool`."""
+"""The roles of chat messages over gRPC, which have no tool calls and therefore no role `tool`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,7 @@ class ClientRequest:
     priority: int = 0
     cache_salt: str = ""
     skip_reading_prefix_cache: bool = False
+    """Whether the whole prompt is computed, even if the prefix cache contains a part of it."""
     default_max_tokens: int | None = None
     """Maximum number of tokens of an answer if `sampling.max_tokens` is None. If both are None, an
     answer may have as many tokens as fit into the context.
@@ -71,12 +72,13 @@ class ClientRequest:
     best_of: int | None = None
     """Number of answers generated for each prompt. The best `n` are returned. None means `n`."""
     pooling: PoolingParams | None = None
-    """It is None if text is generated."""
+    """How each prompt is converted to a vector. It is None if text is generated."""
     turn: "Turn | None" = None
     """The request as a turn of a client's session, or None if it belongs to no session."""
     output_form: OutputForm | None = None
     """How answers are parsed into content, reasoning and tool calls. None means only content."""
     adapter: Adapter | None = None
+    """The LoRA adapter that the client requested in place of the model."""
 
     @property
     def num_candidates(self) -> int:
@@ -90,7 +92,7 @@ class ClientRequest:
 
     @property
     def is_ranked(self) -> bool:
-        """Whether more answers are generated than returned."""
+        """Whether more answers are generated than returned, so that the best must be found."""
         return self.num_candidates > self.n
 
 
@@ -137,9 +139,11 @@ class HeldSequence:
 
     replica: object
     handle: int
+    """The number that identifies the sequence at the replica."""
     release: Callable[[], None]
     """Makes the replica free the KV blocks. Does nothing if the replica has freed them already."""
     num_tokens: int
+    """Number of leading tokens whose KV blocks the replica keeps."""
     priority: int
     cache_salt: str
     adapter_digest: bytes
@@ -156,8 +160,8 @@ class Turn(Protocol):
     def add(
         self, token_ids: Sequence[int], reason: FinishReason | None, stop: str | int | None
     ) -> None:
-        """`reason` is None before the answer's end. `stop` is the stop string or the id of the stop
-        token that ended the answer.
+        """Called with new tokens. `reason` is None before the answer's end. `stop` is the stop
+        string or the id of the stop token that ended the answer.
         """
 
     def end(self) -> None:
@@ -182,8 +186,11 @@ def to_engine_requests(
     trace: TraceHeaders = UNTRACED,
     deadline: float | None = None,
 ) -> list[EngineRequest]:
-    """Makes the sequences of a checked request, in order of the prompts. If the request has no
-    seed, the sequences' seeds are derived from `seed`.
+    """Makes the sequences of a checked request, in order of the prompts.
+
+    If the request has no seed, the sequences' seeds are derived from `seed`. If more answers are
+    generated than returned, the sequences request log-probabilities, which are needed to find the
+    best answers.
     """
     eos_token_ids = () if request.ignore_eos else limits.eos_token_ids
     sampling, num_candidates = request.sampling, request.num_candidates

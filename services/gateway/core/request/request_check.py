@@ -20,7 +20,7 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 def is_request_id(name: str) -> bool:
-    """Whether a text may be a request id, which appears in logs, traces and answers."""
+    """Whether a text is valid as a request id. Request ids appear in logs, traces and answers."""
     return _REQUEST_ID.fullmatch(name) is not None
 
 
@@ -98,7 +98,7 @@ def check_prompt(prompt: Prompt, sampling: SamplingParams, limits: ModelLimits) 
 
 def of_prompt(error: StepwellError, number: int, num_prompts: int) -> StepwellError:
     """Adds the prompt's index to the field and message of an error about a prompt, if the request
-    has several prompts.
+    has several prompts. Returns any other error unchanged.
     """
     if error.field != "prompt" or num_prompts == 1:
         return error
@@ -108,7 +108,9 @@ def of_prompt(error: StepwellError, number: int, num_prompts: int) -> StepwellEr
 
 
 def prompt_too_long(size: str, limits: ModelLimits) -> OutOfRange:
-    """`size` is the prompt's length as text, such as "600 tokens"."""
+    """Returns the error for a prompt that is too long. `size` is the prompt's length as text, such
+    as "600 tokens".
+    """
     sentence = f"{_context_length(limits)} prompt has {size}"
     if limits.pooler is None:
         sentence += ", which leaves no room for an answer"
@@ -116,8 +118,8 @@ def prompt_too_long(size: str, limits: ModelLimits) -> OutOfRange:
 
 
 def _context_length(limits: ModelLimits) -> str:
-    """Uses the words of OpenAI and vLLM, by which some clients, such as LiteLLM, recognize the
-    error.
+    """Returns the first words of the message of an error about a length. They are the words of
+    OpenAI and vLLM, by which some clients, such as LiteLLM, recognize the error.
     """
     sentence = f"This model's maximum context length is {limits.capacity} tokens"
     if limits.max_request_tokens < limits.max_model_len:
@@ -126,6 +128,9 @@ def _context_length(limits: ModelLimits) -> str:
 
 
 def _check_runner(request: ClientRequest, limits: ModelLimits) -> None:
+    """Raises InvalidArgument if the request is for text and the model computes vectors, or if the
+    model's pooler does not support the request.
+    """
     pooler = limits.pooler
     if request.pooling is None and pooler is not None:
         kind = "scores" if pooler.task is PoolingTask.CLASSIFY else "embeddings"

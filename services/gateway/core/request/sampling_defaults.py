@@ -1,4 +1,4 @@
-"""The server's defaults for sampling parameters, read from a generation_config.json."""
+"""The server's defaults for sampling parameters."""
 
 from dataclasses import dataclass, field, replace
 
@@ -16,10 +16,14 @@ class SamplingDefaults:
     maximum. None means as many tokens as fit into the context.
     """
     most_tokens: int | None = None
-    """Upper bound on the number of tokens of every answer, even if the client requests more."""
+    """Upper bound on the number of tokens of every answer, even if the client requests more. None
+    means no bound.
+    """
 
     def bounded(self, request: ClientRequest) -> ClientRequest:
-        """Applies `max_tokens` and `most_tokens` to the request's limits on tokens."""
+        """Returns the request with its limits on tokens set or reduced by `max_tokens` and
+        `most_tokens`.
+        """
         default = request.default_max_tokens
         if default is None:
             default = self.max_tokens

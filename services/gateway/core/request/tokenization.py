@@ -16,8 +16,8 @@ class Tokenization:
     def __init__(
         self, tokenizer: Tokenizer, limits: Callable[[], ModelLimits], max_items: int
     ) -> None:
-        """`limits` raises Unavailable while the model's limits are unknown. A list of tokens in a
-        request or an answer may have at most `max_items` items.
+        """`limits` returns the model's limits, or raises Unavailable. A list of tokens in a request
+        or an answer may have at most `max_items` items.
         """
         self._tokenizer = tokenizer
         self._limits = limits
@@ -34,8 +34,8 @@ class Tokenization:
     async def encode(
         self, texts: Sequence[str], *, add_special_tokens: bool, kept: Truncation | None = None
     ) -> list[list[int]]:
-        """Truncates the prompts if `kept` is given. Otherwise raises OutOfRange if a prompt does
-        not fit into the context.
+        """Returns the token ids of prompts. If `kept` is given, the prompts are truncated.
+        Otherwise raises OutOfRange if a prompt does not fit into the context.
         """
         limits = self._limits()
         if kept is not None:
@@ -70,7 +70,8 @@ class Tokenization:
     def truncation(
         self, num_tokens: int | None, side: str | None, max_tokens: int | None = None
     ) -> Truncation | None:
-        """`max_tokens` is the maximum length of the answer. `side` ("left" or "right") is the side
+        """Returns the truncation of prompts to `num_tokens`, or None if `num_tokens` is None.
+        `max_tokens` is the maximum length of the answer. `side` ("left" or "right") is the side
         from which tokens are removed. If `side` is None, it is "left" if the model generates text,
         and "right" if the model computes a vector.
         """
@@ -85,7 +86,7 @@ class Tokenization:
 
     def _check_lengths(self, lengths: Sequence[int], limits: ModelLimits) -> None:
         """Raises OutOfRange if a text has so many characters that its tokens cannot fit into the
-        context.
+        context. `lengths` are the texts' numbers of characters.
         """
         longest = limits.capacity * self._tokenizer.max_token_bytes
         for number, length in enumerate(lengths):
@@ -94,7 +95,9 @@ class Tokenization:
                 raise of_prompt(error, number, len(lengths))
 
     async def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Returns the token ids. Raises OutOfRange if there are more than one answer may list."""
+        """Returns the token ids of any text. Raises OutOfRange if there are more tokens than one
+        answer may list.
+        """
         try:
             [token_ids] = await self._tokenizer.encode(
                 [text], add_special_tokens=add_special_tokens, max_tokens=self._max_items
@@ -107,7 +110,9 @@ class Tokenization:
         return token_ids
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """Returns the text. Raises OutOfRange for more tokens than one request may list."""
+        """Returns the text of token ids. Raises OutOfRange if there are more tokens than one
+        request may list.
+        """
         self.check_num_items("tokens", len(token_ids))
         return await self._tokenizer.detokenize(token_ids)
 

@@ -21,8 +21,8 @@ class Truncation:
 
 
 def truncation(num_tokens: int, most: int, *, keeps_end: bool) -> Truncation:
-    """`most` is the number of tokens of the longest possible prompt. If `num_tokens` is -1, `most`
-    tokens are kept.
+    """Returns the truncation that a client requested. `most` is the number of tokens of the longest
+    possible prompt. If `num_tokens` is -1, `most` tokens are kept.
 
     Raises InvalidArgument if `num_tokens` is any other number less than 1, or more than `most`.
     """
@@ -38,8 +38,8 @@ def truncation(num_tokens: int, most: int, *, keeps_end: bool) -> Truncation:
 
 def lengths_kept(lengths: Sequence[int], most: int) -> tuple[int, int]:
     """Returns how many tokens of each of two texts are kept, so that at most `most` tokens are kept
-    in total. First the longer text is shortened to the length of the other, and then both are
-    shortened ("longest_first" of the tokenizers package).
+    in total. `lengths` are the texts' numbers of tokens. First the longer text is shortened to the
+    length of the other, and then both are shortened ("longest_first" of the tokenizers package).
     """
     shorter, longer = sorted(lengths)
     if shorter + longer > most:

@@ -1,4 +1,4 @@
-"""A sequence's wait at the gateway."""
+"""A sequence's wait at the gateway: its reason and duration."""
 
 from dataclasses import dataclass
 

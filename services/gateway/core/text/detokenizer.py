@@ -1,15 +1,17 @@
 """Converts tokens to text incrementally, without splitting characters.
 
 The joined pieces of text equal the tokenizer's `decode` of all tokens, but an incomplete character
-at the end is omitted. There are two methods for two kinds of tokenizers:
+at the end is omitted. If a token ends inside a character, the character's bytes are held back until
+the character is complete. There are two methods for two kinds of tokenizers:
 
-- Byte-level tokenizers (GPT-2, Llama 3, Qwen): an incremental UTF-8 decoder converts the tokens'
-  bytes in constant time per token.
-- Other tokenizers: a short window of tokens is decoded with and without the new tokens, and the
-  difference is the new text, as in text-generation-inference and vLLM. Some of these tokenizers
-  have byte tokens (SentencePiece's byte fallback: Llama 2, Mistral, Gemma). `decode` converts a run
-  of consecutive byte tokens to characters if the whole run is valid UTF-8, and otherwise to one
-  replacement character per byte. So a run is held back until it ends.
+* Byte-level tokenizers (GPT-2, Llama 3, Qwen): the text is the concatenation of the tokens' bytes.
+  An incremental UTF-8 decoder converts the bytes in constant time per token.
+* Other tokenizers: a short window of tokens is decoded with and without the new tokens, and the
+  difference is the new text, as in text-generation-inference and vLLM. The window starts a few
+  tokens before the new tokens, since a token's text may depend on the tokens before it. Some of
+  these tokenizers have byte tokens (SentencePiece's byte fallback: Llama 2, Mistral, Gemma).
+  `decode` converts a run of consecutive byte tokens to characters if the whole run is valid UTF-8,
+  and otherwise to one replacement character per byte. So a run is held back until it ends.
 """
 
 import codecs
@@ -23,6 +25,7 @@ _MAX_TOKENS_OF_CHARACTER = 4
 _CONTEXT_TOKENS = 6
 """Number of prompt tokens in the first window, since they may affect the first output's text."""
 _MAX_SILENT_TOKENS = 24
+"""If more consecutive tokens than this have no text, these tokens are removed from the window."""
 _SPACE = 0x20
 
 
@@ -49,7 +52,7 @@ class ByteDetokenizer:
         return text
 
     def flush(self) -> str:
-        """Returns the text that is still held back, without an incomplete character."""
+        """Returns the text that is still held back at the end, without an incomplete character."""
         self._decoder.reset()
         return ""
 
@@ -106,11 +109,13 @@ class WindowDetokenizer:
             return ""
         if self._may_be_cut(text) and num_waiting < _MAX_TOKENS_OF_CHARACTER:
             return ""
+        # The tokens of the text that is returned now are the next context.
         del self._window[: self._read]
         self._read = len(self._window)
         return text
 
     def _may_be_cut(self, text: str) -> bool:
+        """Whether `text` may end inside a character that further tokens complete."""
         return not self._tokenizer.byte_values and text.endswith(_REPLACEMENT)
 
     def _end_run(self) -> str:
@@ -153,8 +158,8 @@ def new_detokenizer(
     skip_special_tokens: bool,
     shown: frozenset[int] = frozenset(),
 ) -> ByteDetokenizer | WindowDetokenizer:
-    """Special tokens in `shown` are never skipped. If the prompt's tokens end inside a character,
-    the output may complete it.
+    """Makes a detokenizer for the output after a prompt. Special tokens in `shown` are never
+    skipped. If the prompt's tokens end inside a character, the output may complete it.
     """
     skipped = tokenizer.special_ids - shown if skip_special_tokens else frozenset[int]()
     if tokenizer.is_byte_level:
@@ -166,7 +171,8 @@ def echoed(tokenizer: Tokenizer, token_ids: Sequence[int]) -> tuple[str, list[in
     """Returns the text of a prompt, including special tokens, and the position in characters at
     which each token starts.
 
-    An incomplete character at the prompt's end is omitted, since it becomes part of the answer.
+    A token that contains only part of a character starts where the character starts. An incomplete
+    character at the prompt's end is omitted, since it becomes part of the answer.
     """
     detokenizer = new_detokenizer(tokenizer, (), skip_special_tokens=False)
     pieces, offsets = [], []
@@ -178,6 +184,8 @@ def echoed(tokenizer: Tokenizer, token_ids: Sequence[int]) -> tuple[str, list[in
 
 
 class _ByteRun:
+    """The bytes of consecutive byte tokens."""
+
     def __init__(self) -> None:
         self.values = bytearray()
         self.first_id = self.last_id = -1
@@ -198,11 +206,13 @@ class _ByteRun:
             return _REPLACEMENT * len(self.values)
 
     def drop_cut_character(self) -> None:
+        """Removes the bytes of an incomplete character from the end of `values`."""
         pending, _ = self._decoder.getstate()
         del self.values[len(self.values) - len(pending) :]
 
 
 def _open_tokens(tokenizer: Tokenizer, token_ids: Sequence[int]) -> Sequence[int]:
+    """Returns the byte tokens of an incomplete character at the end of `token_ids`."""
     run = _ByteRun()
     for token in token_ids:
         byte = tokenizer.byte_values.get(token)

@@ -35,8 +35,8 @@ def why_no_token(
 
 def nothing_conforms(request: EngineRequest, output: Sequence[int]) -> InvalidArgument | None:
     """Returns the error of a request that ended after the tokens `output` because no further token
-    conformed to its structured-output constraint. Returns None if no parameter of the request bans
-    tokens.
+    conformed to its structured-output constraint. The error names the parameters that ban tokens.
+    Returns None if no parameter of the request bans tokens.
     """
     sampling = request.sampling
     banning = [name for name in ("allowed_token_ids", "bad_words") if getattr(sampling, name)]
@@ -51,6 +51,9 @@ def nothing_conforms(request: EngineRequest, output: Sequence[int]) -> InvalidAr
 
 
 def _bans_every_token(sampling: SamplingParams, output: Sequence[int], vocab_size: int) -> bool:
+    """Whether every allowed token is banned as the next token. A token is banned if it would
+    complete a bad word, or would end the answer before it has `min_tokens` tokens.
+    """
     recent = tuple(output[-max(map(len, sampling.bad_words), default=0) :])
     banned = {
         word[-1]

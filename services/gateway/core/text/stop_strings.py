@@ -1,10 +1,12 @@
-"""Finds stop strings in a stream of text by the algorithm of Knuth, Morris and Pratt (1977).
+"""Finds stop strings in a stream of text. The first stop string that is complete ends the text, and
+is removed from it, or shown completely if `include` is true.
 
 Text that may be the start of a stop string is held back. If one character completes several stop
 strings, the longest is used, so that the result does not depend on how the text is split.
 
-The state of a stop string is the length of its longest prefix with which the text ends. The largest
-state is also the length of the held-back text.
+The algorithm is Knuth, Morris and Pratt's (1977). The state of a stop string is the length of its
+longest prefix with which the text ends. Each character updates the states in constant time on
+average. The largest state is also the length of the held-back text.
 """
 
 from collections.abc import Sequence
@@ -22,13 +24,16 @@ class StopStrings:
     """Finds the stop strings of a request in the text of one answer."""
 
     def __init__(self, stops: StopPatterns, *, include: bool) -> None:
+        """If `include` is true, the stop string that ends the text is part of the shown text."""
         self._stops = stops
         self._include = include
         self._states = [0] * len(stops.patterns)
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """Returns the text that can be shown, and the stop string that ended the text, or None."""
+        """Adds text. Returns the text that can be shown, and the stop string that ended the text,
+        or None if the text has not ended.
+        """
         if not self._held and self._stops.first_characters.isdisjoint(text):
             return text, None
         num_before = len(self._held)
@@ -49,7 +54,9 @@ class StopStrings:
         return held
 
     def _advance(self, character: str) -> str | None:
-        """Returns the longest stop string that the character completes, or None."""
+        """Updates every state with one character. Returns the longest stop string that the
+        character completes, or None.
+        """
         states = self._states
         complete = None
         for number, pattern in enumerate(self._stops.patterns):
@@ -65,7 +72,8 @@ class _Pattern:
     """One stop string, with the part of its border table that was needed so far.
 
     `_borders[i]` is the length of the longest proper prefix of `text[:i + 1]` that is also a suffix
-    of `text[:i + 1]`. The table grows with the largest state reached.
+    of `text[:i + 1]`. The table grows with the largest state reached, so a long stop string costs
+    nothing until the text resembles it.
     """
 
     __slots__ = ("_borders", "text")
@@ -75,7 +83,7 @@ class _Pattern:
         self._borders = [0]
 
     def next_state(self, state: int, character: str) -> int:
-        """The stop string must not be complete yet."""
+        """Returns the state after one more character. The stop string must not be complete yet."""
         text, borders = self.text, self._borders
         while state and text[state] != character:
             state = borders[state - 1]

@@ -1,8 +1,9 @@
 """Divides the time of a request at the gateway, from its arrival to its end, into parts.
 
-These are the parts of the request's timeline. The part GENERATE, in which replicas process the
-request's sequences (the prompt and one answer each), is replaced by the parts of the sequence that
-ended last.
+These are the parts of the request's timeline, except for the part GENERATE, in which replicas
+process the request's sequences (the prompt and one answer each). GENERATE is replaced by the parts
+of the sequence that ended last: the sequence's waits at the gateway, and the times that its last
+replica reported.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,14 +28,17 @@ EngineParts = Mapping[str, Sequence[TimePart]]
 """Maps the id of each sequence to the time parts that its current replica has reported so far."""
 
 _NAMES = {Part.READ: CLIENT, Part.WRITE: CLIENT, Part.RESUBMIT: "resubmit"}
-"""The names of parts in which the gateway itself does no work."""
+"""The names of parts in which the gateway itself does no work. The name of the part WAIT depends on
+the reason of the wait.
+"""
 
 
 def request_parts(
     timeline: Timeline, traces: Sequence[SequenceTrace], now: int, so_far: EngineParts | None = None
 ) -> tuple[TimePart, ...]:
     """Returns the parts of a request's time up to the request's end, or up to `now` while the
-    request runs. The parts add up to the whole time.
+    request runs. The parts add up to the whole time. `so_far` has the parts of sequences that are
+    still at a replica.
     """
     last = max(traces, key=lambda trace: trace.timeline.ended or now, default=None)
     parts: list[TimePart] = []
@@ -49,7 +53,9 @@ def request_parts(
 def _sequence_parts(
     trace: SequenceTrace, began: int, ended: int, so_far: EngineParts
 ) -> list[TimePart]:
-    """Assigns all time that the sequence's timeline does not cover to the part GATEWAY."""
+    """Returns the parts of a sequence's time from `began` to `ended`. The part GATEWAY has all time
+    that the sequence's timeline does not cover.
+    """
     parts: list[TimePart] = []
     num_sent = 0
     for stretch, first, last in _stretches(trace.timeline, ended):

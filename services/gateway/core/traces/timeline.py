@@ -1,5 +1,6 @@
-"""Timelines: when each part of the processing of a request, or of one of its sequences (the prompt
-and one answer each), began at the gateway.
+"""Timelines: when each part of a request's processing began at the gateway. Each sequence of a
+request (the prompt and one answer) has a timeline, too. When a traced request has ended, its
+OpenTelemetry spans are made from the timelines.
 """
 
 import enum
@@ -20,19 +21,26 @@ class Part(enum.Enum):
     """A stage in the processing of a request or a sequence."""
 
     ADMIT = names.SPAN_GATEWAY_ADMIT
+    """The gateway checks the API key, the caller's limits, and whether replicas have room."""
     READ = names.SPAN_GATEWAY_READ
     PARSE = names.SPAN_GATEWAY_PARSE
     TOKENIZE = names.SPAN_GATEWAY_TOKENIZE
     PREPARE = names.SPAN_GATEWAY_PREPARE
+    """The gateway checks the parameters, and makes the sequences."""
     WAIT = names.SPAN_GATEWAY_WAIT
+    """The request or sequence waits at the gateway. The part's details have the reason."""
     GENERATE = names.SPAN_GATEWAY_GENERATE
+    """The replicas process the sequences, until the last sequence ends."""
     ROUTE = names.SPAN_GATEWAY_ROUTE
+    """The gateway chooses a replica for a sequence."""
     ENGINE = names.SPAN_GATEWAY_ENGINE
+    """A sequence is at a replica."""
     RESUBMIT = names.SPAN_GATEWAY_RESUBMIT
     """A sequence that left a replica before the sequence's end waits to be sent to a replica again.
     The part's details have the cause.
     """
     WRITE = names.SPAN_GATEWAY_WRITE
+    """The gateway sends the last output to the client."""
 
 
 @dataclass(slots=True)
@@ -49,7 +57,7 @@ class Timeline:
     """The consecutive parts of a request's or a sequence's processing. Each part starts at the end
     of the previous part. Times are in nanoseconds on the clock `nanos`.
 
-    The last part of a timeline with MAX_STRETCHES parts covers all further time.
+    A timeline with MAX_STRETCHES parts gets no new parts. Its last part covers all further time.
     """
 
     __slots__ = ("_nanos", "ended", "num_dropped", "stretches")
@@ -93,13 +101,15 @@ class Timeline:
             self.stretches[-1].details = details
 
     def end(self, outcome: str = "") -> None:
-        """Idempotent."""
+        """Ends the current part and the timeline. Idempotent."""
         if self.ended is None:
             self.stretches[-1].outcome = outcome
             self.ended = self._nanos()
 
     def nanos_of(self, *parts: Part) -> int:
-        """Returns the total nanoseconds of the parts. The current part counts up to now."""
+        """Returns the total nanoseconds of the given parts up to the timeline's end, or up to now
+        if the timeline has not ended.
+        """
         ends = [*(stretch.began for stretch in self.stretches[1:]), self.ended or self._nanos()]
         pairs = zip(self.stretches, ends, strict=True)
         return sum(end - stretch.began for stretch, end in pairs if stretch.part in parts)

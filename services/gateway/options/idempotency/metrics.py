@@ -76,7 +76,9 @@ class KeyedCollector(Collector):
         self._keyed = keyed_requests
 
     def collect(self) -> Iterator[Metric]:
-        """Omits the metrics of logs if gateways do not share answers."""
+        """Yields each metric. If gateways do not share answers through logs, the metrics of logs
+        are omitted.
+        """
         counts = self._keyed.counts
         requests = value_family(REQUESTS)
         for outcome in ("begun", "attached", "followed", "resumed", "refused"):

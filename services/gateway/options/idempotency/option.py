@@ -67,7 +67,9 @@ class Idempotency(Option):
     async def before_queue(
         self, generation: Generation, record: RequestRecord, api: str
     ) -> Generation:
-        """Returns a Generation that reads the key's answer. Vectors are computed each time."""
+        """Returns a Generation that reads the key's answer. A request for vectors is computed each
+        time.
+        """
         key = idempotency_key(record.headers.get(_NAME), record.caller)
         if key is None or generation.request.pooling is not None:
             return generation
@@ -82,8 +84,8 @@ class Idempotency(Option):
 
 
 def _make_sharing(parts: OptionParts, retention_seconds: float) -> Sharing | None:
-    """Returns None if Redis is not configured. Raises SettingError if the package for Redis is
-    missing.
+    """Makes the sharing of answers through Redis, or returns None if Redis is not configured.
+    Raises SettingError if the package for Redis is missing.
     """
     if parts.redis_url is None:
         return None

@@ -18,7 +18,7 @@ from services.common.redis.connection import FIRST_CALL_SECONDS, RedisConnection
 from services.gateway.options.idempotency.core.journal import Append, Appended, News, Position
 
 CALL_SECONDS = 0.25
-"""The time limit of a call to Redis, for which requests with a key wait."""
+"""The time limit of a call to Redis. Requests with a key wait for such calls."""
 _FIELD = b"b"
 _NOT_ABOVE = "equal or smaller"
 
@@ -34,8 +34,8 @@ class RedisJournal:
         lease_seconds: float,
         retention_seconds: float,
     ) -> None:
-        """`gateway` is the value of this gateway's leases, so that operators can see who has a
-        lease.
+        """`gateway` is this gateway's name, which is the value of its leases, so that operators can
+        see who has a lease.
         """
         self._redis = redis
         self._gateway = gateway
@@ -88,8 +88,8 @@ class RedisJournal:
         return Appended.FENCED
 
     async def _is_last(self, append: Append) -> bool:
-        """Whether the log already ends with this entry, because a call that seemed to fail has
-        appended it.
+        """Whether the log ends with exactly this entry. If so, an earlier call has appended the
+        entry, although that call seemed to fail.
         """
         [found] = await self._execute([("XREVRANGE", _log(append.scope), "+", "-", "COUNT", 1)])
         return _entries(found) == [(append.position, append.value)]
@@ -112,8 +112,8 @@ class RedisJournal:
         await self._execute([("DEL", _log(scope), _lease(scope)) for scope in scopes])
 
     async def _execute(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Returns Redis' answers in order, with an exception as the answer to an XADD whose id is
-        too low. Raises RedisUnavailable for any other error.
+        """Returns Redis' answers to the commands in order, with an exception as the answer to an
+        XADD whose id is too low. Raises RedisUnavailable for any other error.
         """
         if not commands:
             return []
@@ -151,6 +151,9 @@ def _id(position: Position) -> str:
 def _entries(
     found: Sequence[tuple[bytes, dict[bytes, bytes] | None]],
 ) -> list[tuple[Position, bytes]]:
+    """Returns entries with their positions. An entry without the field `b` has an empty value,
+    which counts as damaged.
+    """
     entries = []
     for entry_id, fields in found or ():
         fence, _, number = entry_id.partition(b"-")

@@ -1,5 +1,5 @@
-"""Serves the gRPC method GenerateSession, in which each turn of a client's session is a separate
-request.
+"""Serves the gRPC method GenerateSession. Each call is one client's session, and each turn of the
+session is a separate request.
 """
 
 import asyncio
@@ -111,7 +111,9 @@ async def _next(
     messages: AsyncIterator[gateway_pb2.GenerateSessionRequest],
     ended: asyncio.Future[StepwellError],
 ) -> gateway_pb2.GenerateSessionRequest | None:
-    """Returns None at the end of the client's stream. Raises the error that ended the session."""
+    """Returns the next message, or None at the end of the client's stream. If the session ends
+    before the next message arrives, raises the error that ended the session.
+    """
     reading = asyncio.ensure_future(anext(messages, None))
     try:
         await asyncio.wait((reading, ended), return_when=asyncio.FIRST_COMPLETED)

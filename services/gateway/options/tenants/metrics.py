@@ -1,4 +1,4 @@
-"""Prometheus metrics of each tenant."""
+"""Prometheus metrics of each tenant: counters of requests, and numbers of sequences."""
 
 from collections.abc import Iterable, Iterator
 from functools import cache, partial
@@ -49,6 +49,7 @@ MAX_TENANTS = 256
 for the tenants that were counted first, and a gauge for the tenants with the most sequences.
 """
 OTHERS = "(others)"
+"""The label of the tenants beyond MAX_TENANTS together."""
 
 
 class TenantMetrics(Collector):
@@ -79,7 +80,7 @@ class TenantMetrics(Collector):
             self._tokens.labels(self._model, label, kind).inc(count)
 
     def refused(self, tenant: Caller, reason: str) -> None:
-        """`reason` is the code of the request's error."""
+        """Counts a refused request. `reason` is the code of the request's error."""
         if tenant != ANYONE:
             self._refusals_for(self._label(tenant), reason).inc()
 

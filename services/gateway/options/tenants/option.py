@@ -38,8 +38,8 @@ from services.gateway.options.tenants.settings import TenantSettings
 
 
 def make_key_store(settings: TenantSettings, redis_url: str | None) -> KeyStore | None:
-    """Returns None if the settings name no store. Raises SettingError if the settings conflict, or
-    if the package for Redis is missing.
+    """Makes the store of API keys, or returns None if the settings name no store. Raises
+    SettingError if the settings conflict, or if the package for Redis is missing.
     """
     share_cache = settings.share_cache_between_tenants
     if settings.api_key_file is not None:
@@ -63,7 +63,9 @@ def make_key_store(settings: TenantSettings, redis_url: str | None) -> KeyStore 
 
 
 def make_limit_store(redis_url: str | None, process_name: str) -> LimitStore:
-    """Raises SettingError if the package for Redis is missing."""
+    """Makes the store of tenants' limits. It is in Redis if `redis_url` is given, and otherwise in
+    memory. Raises SettingError if the package for Redis is missing.
+    """
     local = MemoryLimits(lambda: time.monotonic_ns() // 1_000_000)
     if redis_url is None:
         return local
@@ -137,7 +139,9 @@ class Tenants(Option):
     async def _limited(
         self, record: RequestRecord, context: CallContext | None
     ) -> AsyncIterator[None]:
-        """The trailing metadata of a successful call has the remaining amounts of the limits."""
+        """Counts a call towards its tenant's limits while the `async with` block runs. The trailing
+        metadata of a successful call contains the remaining amounts of the limits.
+        """
         with self._observer.counting_refusals(record, record.caller):
             allowance = await self._limits.admit(record.caller)
         if allowance is None:
@@ -162,6 +166,7 @@ class Tenants(Option):
         record: RequestRecord,
         api: str,  # noqa: ARG002
     ) -> Generation:
+        """Reserves the request's tokens in the tenant's limit on tokens per minute."""
         if (allowance := ALLOWANCE.get()) is not None:
             record.wait(_WAIT_REASON)
             await allowance.reserve(generation)

@@ -35,6 +35,7 @@ OTLP_SERVICE_NAME = "opentelemetry.proto.collector.trace.v1.TraceService"
 _MAX_STORED_BYTES = 16 * 2**20
 """Limit on the total bytes of the stored spans. One trace for each 32 KiB of it can be stored."""
 _MAX_EXPORTS = 64
+"""Limit on the number of concurrent calls by which other services export spans to the gateway."""
 _LAST_EXPORTS_SECONDS = 1.0
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,9 @@ class Viewer(Option):
         self._feed = ActivityFeed(fleet.membership, links, parts.prefix_index)
         self._running = RunningTraces(parts.running, links, parts.inference.model_name)
         self.store: TraceStore | None = None
+        """The stored traces. It is None if traces are not stored."""
         self.address: str | None = None
+        """The bound address that receives the spans of other services."""
         self._server: GrpcServer | None = None
         parts.observer.listeners.append(self)
         if settings.trace_address is not None:
@@ -103,6 +106,7 @@ class Viewer(Option):
         self._history.refused(time.time(), reason)
 
     async def start(self) -> None:
+        """Starts the OTLP server, which receives the spans of the other services."""
         if self.store is None or self._settings.trace_address is None:
             return
         self._server = GrpcServer(max_concurrent_rpcs=_MAX_EXPORTS, tls=self._parts.internal_tls)
@@ -130,8 +134,8 @@ class Viewer(Option):
         await self._server.drain(_LAST_EXPORTS_SECONDS)
 
     def _routes(self, *, sees_all: bool) -> Sequence[Route]:
-        """If `sees_all` is true, the routes show the data of all callers, and otherwise only the
-        data of the request's own caller.
+        """Returns the routes /activity and /traces. If `sees_all` is true, they show the data of
+        all callers, and otherwise only the data of the request's own caller.
         """
         parts = self._parts
         activity = ActivityRoutes(

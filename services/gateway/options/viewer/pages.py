@@ -1,4 +1,6 @@
-"""Serves the page /ui and its files from memory. The files contain no data of requests."""
+"""Serves the page /ui and its files from memory. The files contain no data of requests. The page
+fetches the data by other routes, with an API key if the server requires one.
+"""
 
 import enum
 import hashlib
@@ -51,7 +53,9 @@ class _File:
 
 
 class UiPages:
-    """Serves the page, redirects / to it, and forwards all other requests to `app`."""
+    """Serves the page and its files to GET and HEAD requests, and redirects / to the page. Forwards
+    all other requests to `app`.
+    """
 
     def __init__(self, app: ASGIApp, role: UiRole) -> None:
         self._app = app

@@ -1,5 +1,6 @@
-"""The routing policies. To add a policy, add a module to this package and one line to the table
-POLICIES. A policy of another package is named `package.module:Class`.
+"""The routing policies. The table POLICIES maps the names in the setting to the policies' classes.
+To add a policy, add a module to this package and one line to the table. A policy of another package
+is named `package.module:Class`.
 """
 
 from collections.abc import Callable
@@ -21,10 +22,11 @@ POLICIES: dict[str, Callable[[RoutingParts], RoutingPolicy]] = {
 }
 
 check_policy = one_of_or_class(POLICIES, "choose")
+"""The check of the setting that names the routing policy."""
 
 
 def make_policy(name: str, parts: RoutingParts) -> RoutingPolicy:
-    """Raises InvalidArgument if there is no policy with this name."""
+    """Makes the policy with this name. Raises InvalidArgument if there is no such policy."""
     if complaint := check_policy(name):
         raise InvalidArgument(f"routing_policy {complaint}, not {name!r}", field="routing_policy")
     make = POLICIES.get(name) or load_class(name, "choose")

@@ -25,20 +25,26 @@ SPREAD_MIN_SHARING = 8
 least SPREAD_LOAD_RATIO times the requests of the least loaded replica.
 
 A sequence with a hot prefix is sent to the least loaded replica, which then caches the prefix, too
-(Preble's rule).
+(Preble's rule). A sequence with a prefix that fewer requests share, such as the prefix of one
+conversation, is sent to the cheapest replica as usual.
 """
 
 
 class CacheAware:
-    """Chooses the replica where the sequence costs the least time, by the cost of `LoadTracker`.
+    """Chooses the replica where the sequence costs the least time.
 
     1. Replicas with more than `max_load_delta` more requests than the least loaded replica are
        excluded, even if they have cached a prefix of the prompt. Otherwise a popular prefix could
        cause a queue in which requests wait longer than the prefix takes to compute.
-    2. A block is expected to be cached if the prefix directory reports it, or if it belongs to a
+    2. `LoadTracker` computes the cost at a replica as the sum of two parts. The first part is the
+       time to compute the tokens that wait at the replica and the sequence's own uncached tokens.
+       Own tokens are multiplied by a factor, which is larger if the replica has recently computed
+       many tokens. The second part is the time by which the sequence and the replica's other
+       requests slow each other down during decoding.
+    3. A block is expected to be cached if the prefix directory reports it, or if it belongs to a
        sequence that was recently sent to the replica. So a burst of requests with the same new
        prefix is sent to one replica, which computes the prefix once.
-    3. If at a replica most tokens that were expected to be cached turned out not to be cached, the
+    4. If at a replica most tokens that were expected to be cached turned out not to be cached, the
        cost at this replica is computed as if nothing were cached.
     """
 
@@ -59,7 +65,7 @@ class CacheAware:
     def choose_for_keys(
         self, inflight: Inflight, candidates: Sequence[Replica], keys: Sequence[int]
     ) -> RoutingDecision:
-        """`keys` are the keys of the sequence's full blocks."""
+        """Chooses a replica for a sequence. `keys` are the keys of the sequence's full blocks."""
         now = self._clock.time()
         session_id = inflight.request.session_id
         offers = Offers(self._order(candidates, now), inflight, keys, now)
@@ -82,8 +88,8 @@ class CacheAware:
         )
 
     def _order(self, candidates: Sequence[Replica], now: float) -> LoadOrder:
-        """If two successive calls pass the same list object, the order is kept and only updated in
-        later calls.
+        """Returns the candidates in order of load. If two successive calls pass the same list
+        object, the order is kept and only updated in later calls.
         """
         order, number = self._kept_order, era_of(now).number
         if order is not None and order.replicas is candidates and order.era_number == number:
@@ -97,8 +103,9 @@ class CacheAware:
         return order
 
     def _choose(self, offers: Offers, address_before: str | None) -> tuple[Offer, RoutingReason]:
-        """`address_before` is the address of the replica that served the session's previous
-        request.
+        """Returns the offer (a replica and the sequence's cost there) of the chosen replica, and
+        the reason for the choice. `address_before` is the address of the replica that served the
+        session's previous request.
         """
         least = offers.order.least
         near = offers.near(least + self._max_load_delta, NEARLY_EQUAL)
@@ -112,8 +119,8 @@ class CacheAware:
         return chosen, RoutingReason.CACHED if chosen.is_cached else RoutingReason.CHEAPEST
 
     def _keys(self, inflight: Inflight, replica: Replica) -> Sequence[int]:
-        """The result is empty for prompts that are embeddings, which have no keys, and for requests
-        that skip the prefix cache.
+        """Returns the keys of the sequence's full blocks. The result is empty for prompts that are
+        embeddings, which have no keys, and for requests that skip the prefix cache.
         """
         served, request = replica.description, inflight.request
         if served is None or request.prompt_embeds is not None or request.skip_reading_prefix_cache:

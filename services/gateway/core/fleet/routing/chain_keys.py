@@ -1,4 +1,6 @@
-"""Computes the keys by which the directory of cached prefixes identifies a prompt's KV blocks."""
+"""Computes the keys by which the directory of cached prefixes identifies a prompt's KV blocks. Each
+part of a conversation is hashed only once.
+"""
 
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -22,7 +24,8 @@ class ChainKeys:
     """Computes the keys of prompts' blocks, and caches them by segments of 16 blocks.
 
     Turns of a conversation, and prompts with a common prefix, repeat segments, so only the new tail
-    is hashed. 8192 segments of 16-token blocks take about 16 MB.
+    is hashed. A segment is looked up by the hash of the block before it and by its tokens, so
+    conversations need no ids. 8192 segments of 16-token blocks take about 16 MB.
     """
 
     def __init__(self, max_segments: int = MAX_SEGMENTS) -> None:

@@ -17,8 +17,9 @@ MAX_OVER_MEAN = 1.25
 
 
 class ConsistentHash:
-    """Chooses the next replica on a hash ring with at most 1.25 times the mean load. The search
-    starts at the hash of the session id, or of the prompt's first tokens if there is no session id.
+    """Chooses a replica on a hash ring. The search starts at the hash of the session id, or of the
+    prompt's first tokens if there is no session id. The policy chooses the next replica on the ring
+    with at most 1.25 times the mean load.
 
     When a replica joins or leaves, only the sessions next to its points on the ring move. The load
     bound is from consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, 2018).

@@ -20,8 +20,9 @@ class LeastLoaded:
 
 
 class PowerOfTwo:
-    """Chooses the less loaded of two random replicas (Mitzenmacher, 2001), so that several gateways
-    with outdated loads do not all choose the same replica.
+    """Chooses the less loaded of two random replicas (Mitzenmacher, 2001). This balances the load
+    nearly as well as LeastLoaded. Its advantage is that several gateways with outdated loads do not
+    all choose the same replica.
     """
 
     def __init__(self, parts: RoutingParts) -> None:

@@ -19,9 +19,9 @@ index in the list of replicas.
 
 
 class LoadOrder:
-    """Replicas in order of their numbers of requests, and then of their numbers of recently
-    computed tokens. The object is valid for one era (a period in which the weights of tokens are
-    comparable, see `load_tracker.Era`).
+    """Replicas in order of their numbers of requests. Replicas with equal numbers are in order of
+    their numbers of recently computed tokens. The object is valid for one era (a period in which
+    the weights of tokens are comparable, see `load_tracker.Era`).
     """
 
     def __init__(self, replicas: Sequence[Replica], era_number: int) -> None:
@@ -34,21 +34,24 @@ class LoadOrder:
             if replica.description is not None
         }
         self.fleet_speeds = self.least_speeds = mean_speeds(())
+        """The replicas' mean speeds, and lower bounds of their speeds."""
         self.least_output_tokens = INITIAL_MEAN_OUTPUT_TOKENS
+        """A lower bound of the replicas' mean numbers of output tokens."""
         self._has_equal_speeds = True
         self._speeds: list[Speeds | None] = [None] * len(replicas)
         self._num_requests = [0] * len(replicas)
         self._weights = [0.0] * len(replicas)
         self._sum_of_weights = Fraction(0)
-        """The sum is a Fraction, so that rounding errors do not accumulate."""
+        """The sum of `_weights`, as an exact fraction so that rounding errors do not accumulate."""
         self._with_tokens_only: set[int] = set()
+        """Indices of the replicas without requests whose last report has uncomputed tokens."""
         self._levels: dict[int, list[Entry]] = {0: [(0.0, i) for i in range(len(replicas))]}
         """Maps a number of requests to the sorted entries of the replicas with this number."""
         self._changed = set(range(len(replicas)))
         self.update()
 
     def follow(self) -> None:
-        """Records from now on which replicas change, so that `update` moves only those. Only one
+        """From now on, records which replicas change, so that `update` moves only those. Only one
         LoadOrder can follow a replica.
         """
         for index, replica in enumerate(self.replicas):
@@ -89,7 +92,9 @@ class LoadOrder:
     @property
     def idle_speeds(self) -> Speeds | None:
         """The speeds of every replica, if all replicas have equal speeds and no replica without
-        requests has uncomputed tokens. Otherwise None.
+        requests has uncomputed tokens. Then a sequence's costs at replicas without requests and
+        without cached blocks differ only by the replicas' numbers of recently computed tokens. In
+        any other case it is None.
         """
         if self._has_equal_speeds and not self._with_tokens_only:
             return self._speeds[0] or self.fleet_speeds

@@ -17,16 +17,16 @@ MIN_TRUST = 0.5
 tokens was really cached.
 """
 FEW_TOKENS = 2048
-"""This number is added to each replica's number of recently computed tokens, so that replicas that
-computed few tokens, which evict few blocks, have nearly equal eviction pressures (see
-`load_tracker`).
+"""This number is added to each replica's number of recently computed tokens. The sum divided by the
+replicas' mean sum is the replica's eviction pressure. So replicas that computed few tokens, which
+evict few blocks, have nearly equal pressures.
 """
 
 
 @dataclass(slots=True)
 class Offer:
-    """The cost of a sequence at one replica. The class is not frozen, since frozen dataclasses are
-    slower to create.
+    """The cost of a sequence at one replica, and the number of the sequence's blocks that the
+    replica has cached. The class is not frozen, since frozen dataclasses are slower to create.
     """
 
     replica: Replica
@@ -51,11 +51,12 @@ class Near:
     indexes: list[int]
     """Indices of the replicas whose costs are near the lowest cost, in ascending order."""
     examined: list[Offer]
+    """All offers that `Offers.examine` has computed, near or not."""
 
 
 class Offers:
-    """The replicas' offers for one sequence. Most replicas need not be examined, because a lower
-    bound of the cost shows that they will not be chosen.
+    """The replicas' offers for one sequence. Most replicas need not be examined, because for a
+    replica that has cached nothing a lower bound of the cost shows that it will not be chosen.
     """
 
     def __init__(
@@ -77,8 +78,9 @@ class Offers:
         self._examined: dict[int, Offer] = {}
 
     def examine(self, nodes: Mapping[str, int], addresses: Iterable[str]) -> None:
-        """`nodes` maps the name of each pool that has cached a prefix, according to the prefix
-        directory, to the number of cached leading blocks.
+        """Computes the offers of the replicas in `nodes` and `addresses`. `nodes` maps the name of
+        each pool that has cached a prefix, according to the prefix directory, to the number of
+        cached leading blocks.
         """
         self._nodes = nodes
         by_node = map(self.order.index_of_node.get, nodes)
@@ -88,7 +90,8 @@ class Offers:
 
     def near(self, max_num_requests: int, factor: float = 1.0) -> Near:
         """Finds, among the replicas with at most `max_num_requests` requests, the replicas whose
-        cost is at most `factor` times the lowest cost.
+        cost is at most `factor` times the lowest cost. If replicas without requests differ only in
+        their numbers of recently computed tokens, these replicas are found by bisection.
         """
         order = self.order
         offers = {
@@ -142,6 +145,7 @@ class Offers:
         return self._cost(self.order.least_speeds, weight, num_decoded_tokens)
 
     def _cost(self, speeds: Speeds, weight: float, num_decoded_tokens: float) -> float:
+        """Returns the cost at a replica that has no uncomputed tokens and has cached nothing."""
         pressure = (weight + self._few) / self._mean
         fleet_speeds, num_tokens = self.order.fleet_speeds, self._num_tokens
         return cost_seconds(speeds, fleet_speeds, 0, num_tokens, pressure, num_decoded_tokens)

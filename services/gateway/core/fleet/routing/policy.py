@@ -17,8 +17,9 @@ class RoutingPolicy(Protocol):
     """A rule that chooses one of several replicas."""
 
     def choose(self, inflight: Inflight, candidates: Sequence[Replica]) -> RoutingDecision:
-        """Chooses one of at least two ready `candidates`. If a request has several sequences with
-        the same prompt, `choose` is called only for the first.
+        """Chooses one of at least two `candidates`. All candidates are ready, and either all or
+        none of them have room in their queues. If a request has several sequences with the same
+        prompt, `choose` is called only for the first.
         """
         ...
 
@@ -27,8 +28,8 @@ class SequenceKeys(Protocol):
     """Computes the keys by which the prefix directory identifies a sequence's KV blocks."""
 
     def of_sequence(self, inflight: Inflight, served: ReplicaDescription) -> Sequence[int]:
-        """Returns the keys by which the prefix directory identifies the sequence's full KV blocks,
-        in order, for replicas with the model and block sizes of `served`.
+        """Returns the keys of the sequence's full blocks in order, for replicas with the model and
+        block sizes of `served`.
         """
         ...
 
@@ -46,6 +47,6 @@ class RoutingParts:
 
 
 def least_loaded(candidates: Sequence[Replica], rng: random.Random) -> Replica:
-    """Chooses at random among several replicas with the fewest requests."""
+    """Returns the replica with the fewest requests, at random if there are several."""
     least = min(replica.load.num_requests for replica in candidates)
     return rng.choice([one for one in candidates if one.load.num_requests == least])

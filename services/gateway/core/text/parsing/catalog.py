@@ -50,6 +50,7 @@ class ToolFormat:
 
 
 def _same(read: ReadAnswer) -> Callable[[Schemas], ReadAnswer]:
+    """Adapts a reader that needs no schemas."""
     return partial(_without_schemas, read)
 
 
@@ -132,6 +133,6 @@ REASONING_FORMATS = {
     ),
 }
 HARMONY = "openai_gptoss"
-"""The name of the harmony format (gpt-oss), in which one reader reads reasoning, calls
-and content.
+"""The name of the harmony format (gpt-oss), in which one reader reads reasoning, calls and
+content.
 """

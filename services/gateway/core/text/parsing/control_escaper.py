@@ -32,6 +32,9 @@ class ControlEscaper:
         return "".join(pieces)
 
     def _next_mark(self, text: str, at: int) -> int:
+        """Returns the position of the next quote, backslash or control character that must be
+        processed, or the end of the text.
+        """
         if self._in_string:
             found = _IN_STRING.search(text, at)
             return len(text) if found is None else found.start()
@@ -49,6 +52,7 @@ class ControlEscaper:
 
 
 def _escape(character: str) -> str:
+    """Returns what must follow a backslash to escape this character."""
     if character >= " ":
         return character
     return _SHORT.get(character) or f"u{ord(character):04x}"

@@ -28,8 +28,8 @@ class CallStart:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """`call` is the index of the call in the answer. The joined parts are valid JSON if the model
-    wrote complete and valid arguments.
+    """A part of the arguments of the call with index `call`. The joined parts are valid JSON if the
+    model wrote complete and valid arguments.
     """
 
     call: int
@@ -53,6 +53,8 @@ MessagePart = ContentDelta | ReasoningDelta | ParsedCall
 
 @dataclass(slots=True)
 class _Part:
+    """The pieces of one text: content, reasoning, or the arguments of a call."""
+
     kind: type[ContentDelta] | type[ReasoningDelta] | None
     """The event class of the text. None means arguments of a call."""
     name: str = ""

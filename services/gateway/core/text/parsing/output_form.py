@@ -21,25 +21,30 @@ from services.gateway.core.text.parsing.sink import Sink
 
 @dataclass(frozen=True, slots=True)
 class OutputForm:
-    """How one request's answers are parsed into tool calls, reasoning and content."""
+    """The format of one request's answers."""
 
     tools: ToolFormat | None = None
-    """It is None if calls are treated as content."""
+    """The model's own format of tool calls. It is None if calls are treated as content."""
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Maps the names of tools to the JSON schemas of their parameters."""
     is_call_list: bool = False
     """Whether a grammar forces the answer to be a JSON list of calls."""
     named: str | None = None
-    """Name of the tool that the answer must call. A grammar then forces the answer to be the
-    arguments of this tool.
+    """Name of the tool that the answer must call, if there is one. A grammar then forces the answer
+    to be the arguments of this tool.
     """
     reasoning: ReasoningFormat | None = None
-    """It is None if reasoning is not parsed."""
+    """How the model marks its reasoning. It is None if reasoning is not parsed."""
     begins_in_reasoning: bool = False
+    """Whether the prompt ends inside reasoning."""
     is_harmony: bool = False
-    """If `tools` is None, calls in gpt-oss's harmony format are dropped."""
+    """Whether the answer is in gpt-oss's harmony format. If `tools` is None, calls in this format
+    are dropped.
+    """
     open_message: str = ""
-    """The unfinished harmony message at the prompt's end, which the answer continues."""
+    """The start of the unfinished harmony message at the prompt's end. The answer continues it."""
     single_call: bool = False
+    """Whether calls after the first call are dropped."""
 
     unserved_fields: tuple[str, ...] = ()
     """Names of the request's fields whose constraints on the answer are not enforced."""
@@ -89,7 +94,7 @@ def _read_named(name: str, reader: Reader, sink: Sink) -> Reading[None]:
 class OutputFormats:
     """The formats that the gateway's settings select by the names of vLLM's parsers. An empty
     setting selects no format. If `auto_tools` is true, requests may leave it to the model whether
-    it calls tools.
+    it calls tools, and the model writes calls in its own format.
     """
 
     reasoning_parser: str = ""
@@ -110,3 +115,4 @@ class OutputFormats:
 
 
 NO_FORMATS = OutputFormats()
+"""The formats of a server that treats whole answers as content."""

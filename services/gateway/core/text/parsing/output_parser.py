@@ -9,7 +9,7 @@ from services.gateway.core.text.parsing.reasoning import ReasoningFormat, read_r
 from services.gateway.core.text.parsing.sink import Sink
 
 ReadAnswer = Callable[[Reader, Sink], Reading[None]]
-"""A function that reads an answer from the end of the reasoning to the answer's end."""
+"""A format's function that reads an answer from the end of the reasoning to the answer's end."""
 
 
 class OutputParser(Protocol):
@@ -22,7 +22,7 @@ class OutputParser(Protocol):
         """Whether the text so far ends inside reasoning."""
 
     def feed(self, text: str) -> Sequence[OutputEvent]:
-        """Later text cannot change the returned events."""
+        """Adds text. Returns the new events, which later text cannot change."""
 
     def finish(self) -> Sequence[OutputEvent]:
         """Ends the text. Returns the remaining events."""
@@ -30,7 +30,8 @@ class OutputParser(Protocol):
 
 class FormatParser:
     """An OutputParser for text that begins with reasoning in one format and continues in another
-    format. Each character is read once, except in a marker that may be incomplete.
+    format. The readers of both formats are generators, which keep their state between two pieces of
+    text. Each character is read once, except in a marker that may be incomplete.
     """
 
     def __init__(

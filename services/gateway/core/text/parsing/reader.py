@@ -11,10 +11,15 @@ Reading = Generator[None, None, T]
 returns the operation's result.
 """
 Take = Callable[[str], None]
+"""A function that receives text in pieces."""
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _PLAIN = re.compile(r'[^"{}\[\]]+')
+"""Matches JSON text outside of strings, up to the next quote or bracket."""
 _IN_STRING = {'"': re.compile(r'[^"\\]+'), "'": re.compile(r"[^'\\]+")}
+"""Maps a quote character to a pattern that matches the content of a string in such quotes, up to
+the next quote or backslash.
+"""
 _SCALAR = re.compile(r"[-+.0-9A-Za-z]+")
 
 
@@ -36,7 +41,7 @@ class Reader:
         self._recorded = []
 
     def recorded(self) -> str:
-        """Ends the recording and returns the recorded text."""
+        """Ends the recording. Returns the recorded text."""
         recorded, self._recorded = self._recorded or [], None
         return "".join(recorded)
 
@@ -54,11 +59,13 @@ class Reader:
         return self._text[self._at : self._at + count]
 
     def skip(self, count: int) -> None:
-        """A `peek` must have returned the `count` characters before."""
+        """Reads `count` characters, which a `peek` must have returned before."""
         self._pass(self._at + count)
 
     def skip_space(self) -> Reading[str]:
-        """Returns the next character without reading it, or "" at the text's end."""
+        """Skips white space. Returns the next character without reading it, or "" at the text's
+        end.
+        """
         while True:
             match = _SPACE.match(self._text, self._at)
             assert match is not None
@@ -70,8 +77,8 @@ class Reader:
             yield
 
     def starts_with(self, *literals: str) -> Reading[str]:
-        """Reads and returns one of the literals, or "" if the text continues with none of them. If
-        one literal is a prefix of another, the longer literal must be first.
+        """If the text continues with one of these literals, reads and returns it. Otherwise returns
+        an empty string. If one literal is a prefix of another, the longer literal must be first.
         """
         while True:
             ahead = self._text[self._at : self._at + max(map(len, literals))]
@@ -117,8 +124,8 @@ class Reader:
             yield
 
     def matching(self, pattern: re.Pattern[str], take: Take) -> Reading[str]:
-        """Reads the longest text that a pattern of the form `[...]*` or `[...]+` matches. Returns
-        the next character without reading it, or "" at the text's end.
+        """Reads the longest text that a pattern of the form `[...]*` or `[...]+` matches, and
+        passes it to `take`. Returns the next character without reading it, or "" at the text's end.
         """
         while True:
             match = pattern.match(self._text, self._at)
@@ -163,8 +170,8 @@ class Reader:
                 return
 
     def quoted(self, take: Take) -> Reading[None]:
-        """The next character must be the quote. A backslash escapes the next character. Raises
-        Malformed if the text ends inside the string.
+        """Reads a quoted string and passes it to `take`. The next character must be the quote. A
+        backslash escapes the next character. Raises Malformed if the text ends inside the string.
         """
         quote = self._text[self._at]
         self._take_to(self._at + 1, take)

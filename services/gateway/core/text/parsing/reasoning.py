@@ -10,12 +10,14 @@ from services.gateway.core.text.parsing.sink import Sink
 
 
 class ReasoningState(Enum):
-    """Where an answer starts relative to its reasoning."""
+    """Where an answer starts relative to its reasoning. The prompt determines the state."""
 
     AHEAD = "ahead"
     """Before the reasoning, which may be missing."""
     INSIDE = "inside"
+    """Inside the reasoning."""
     OVER = "over"
+    """After the reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,9 @@ class ReasoningFormat:
         """Returns the state at the end of a prompt. `turn` is the text of the last message in the
         prompt, which the answer continues.
 
-        The last mark in `turn` determines the state, as in vLLM's `is_reasoning_end`.
+        The last mark in `turn` determines the state, as in vLLM's `is_reasoning_end`. If `turn` has
+        no mark, the state is AHEAD. But it is INSIDE if `is_assumed` is true and the earlier
+        messages have no mark, or a start mark as their last mark.
         """
         last = self._last_mark(turn)
         if last is not None:

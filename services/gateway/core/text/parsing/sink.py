@@ -11,8 +11,9 @@ from services.gateway.core.text.parsing.events import (
 
 
 class Sink:
-    """Makes events from text. Drops white space between content, reasoning and calls, because it is
-    part of the format. Escapes control characters in strings of arguments.
+    """Makes events from the text that the readers of the formats report. Drops white space between
+    content, reasoning and calls, because it is part of the format. Escapes control characters in
+    strings of arguments.
     """
 
     def __init__(self, max_calls: int | None = None) -> None:
@@ -50,7 +51,7 @@ class Sink:
         self.in_reasoning = False
 
     def call(self, name: str) -> int:
-        """Starts a tool call, and returns its index."""
+        """Starts a tool call. Returns the call's index."""
         self._close_arguments()
         self._escaper = ControlEscaper()
         self._boundary()
@@ -68,7 +69,7 @@ class Sink:
         self.arguments(arguments)
 
     def end(self) -> None:
-        """Ends the text, whose final white space is kept if the answer has no calls."""
+        """Ends the text. White space at its end is kept if the answer has no calls."""
         if self._space and not self.num_calls and not self.in_reasoning:
             self._events.append(ContentDelta("".join(self._space)))
         self._space.clear()

@@ -24,7 +24,7 @@ class SpecialTokens:
 
     def open_turn(self, prompt: str, token_ids: Sequence[int], marks: tuple[str, ...]) -> str:
         """Returns the text of a prompt's last message: everything after the last special token that
-        is not one of these marks.
+        is not one of these marks. If the prompt has only marks as special tokens, returns it whole.
         """
         boundaries = self._all - self.marks(marks)
         for at in range(len(token_ids) - 1, -1, -1):

@@ -1,7 +1,8 @@
 """The entries of an answer's log, from which other gateways read the answer, and their encoding.
 
 An entry starts with a CRC-32 of the following bytes. A version and a kind follow. Numbers are
-little-endian. Each token id and each log-probability has 4 bytes.
+little-endian. Each token id and each log-probability has 4 bytes. An entry contains the position of
+each part of the output in its sequence, so that a reader can skip output that it already has.
 """
 
 import json
@@ -93,7 +94,7 @@ def entry_to_bytes(entry: Entry) -> bytes:
 
 
 def entry_from_bytes(value: bytes) -> Entry:
-    """Raises DamagedEntry if the bytes are not a valid entry."""
+    """Decodes an entry. Raises DamagedEntry if the bytes are not a valid entry."""
     try:
         (crc,) = _CRC.unpack_from(value)
         whole = value[_CRC.size :]

@@ -35,8 +35,9 @@ class Append:
     position: Position
     value: bytes
     begins: bool = False
+    """Whether the log is created if it does not exist."""
     keeps_lease: bool = True
-    """Whether the log's lease is renewed. Otherwise it is released."""
+    """Whether the log's lease is renewed. If false, the lease is released."""
 
 
 class Appended(enum.Enum):
@@ -61,8 +62,8 @@ class Journal(Protocol):
     """Stores logs. A log is identified by the scope of its idempotency key, and expires some time
     after its last entry.
 
-    Every call raises Unavailable if it is not completed in time. The call can be repeated even if
-    it had its effect: an identical append takes effect only once.
+    Every call raises Unavailable if it is not completed in time. The call may have had its effect
+    nevertheless, so it can be repeated: an identical append takes effect only once.
     """
 
     async def ping(self) -> None:
@@ -77,7 +78,9 @@ class Journal(Protocol):
         """Appends one entry to each of several logs, and renews or releases their leases."""
 
     async def read(self, places: Sequence[tuple[str, Position]]) -> list[News]:
-        """`places` has the scope of each log, and the position after which entries are returned."""
+        """Reads several logs. `places` has the scope of each log, and the position after which
+        entries are returned.
+        """
 
     async def release(self, scope: str) -> None:
         """Releases a lease."""

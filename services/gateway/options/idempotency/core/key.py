@@ -13,14 +13,14 @@ from services.gateway.core.caller import Caller
 from services.gateway.core.request.request import ClientRequest, Prompt
 
 FIELD = "Idempotency-Key"
-"""The name of the HTTP header with the key. In lower case, it is used in gRPC metadata."""
+"""The HTTP header with the key. Its name in lower case is used in gRPC metadata."""
 MAX_LENGTH = 255
 _KEY = re.compile(rf"[\x20-\x7e]{{1,{MAX_LENGTH}}}")
 _SCOPE_DIGITS = 32
 _NOT_COMPARED = frozenset({"request_id", "caller", "prompts", "output_form"})
-"""`request_id` is not compared, because every answer has the first request's id. `caller` cannot
-differ, because each caller has its own keys. `prompts` are compared separately, as tokens.
-`output_form` does not affect the tokens.
+"""Fields that are not compared between requests with the same key. The id may differ, because every
+answer has the first request's id. The caller cannot differ, because each caller has its own keys.
+Prompts are compared separately, as tokens. `output_form` does not affect the tokens.
 """
 
 
@@ -54,8 +54,8 @@ class IdempotencyKey:
 
 
 def idempotency_key(value: str | None, caller: Caller) -> IdempotencyKey | None:
-    """The key may be quoted like a string of structured fields (RFC 8941). Raises InvalidArgument
-    for an invalid key.
+    """Returns the key in a header's value, or None if `value` is None. The key may be quoted like a
+    string of structured fields (RFC 8941). Raises InvalidArgument for an invalid key.
     """
     if value is None:
         return None
@@ -70,9 +70,11 @@ def idempotency_key(value: str | None, caller: Caller) -> IdempotencyKey | None:
 
 
 def fingerprint(api: str, request: ClientRequest) -> bytes:
-    """Returns a digest of all data on which the answer depends. `api` is the kind of answer, such
-    as a chat completion. The digest does not depend on how the answer is sent (streaming, usage,
-    token ids, echo).
+    """Returns a digest of all data on which the answer depends: the prompts as tokens or
+    embeddings, and all parameters with defaults applied. `api` is the kind of answer, such as a
+    chat completion.
+
+    The digest does not depend on how the answer is sent (streaming, usage, token ids, echo).
     """
     digest = sha256()
     for part in _parts(api, request):

@@ -22,40 +22,53 @@ class Wanted:
     """A client's request with an idempotency key."""
 
     scope: str
+    """The id under which the answer is stored (see IdempotencyKey.scope)."""
     fingerprint: bytes
+    """A digest of the request's content, by which another request with the same key is detected."""
     num_sequences: int
     identity: Identity
     """The identity (id, seed, arrival time) of the answer, if this request is the first with its
     key.
     """
     build: Callable[[Identity], Generation]
+    """Makes the Generation, which runs the request, with another identity."""
 
 
 class KeyedRequest:
-    """The answer that is stored under a key, the task that generates it, and its readers. It is the
-    Source of the Generations of all requests with the key.
+    """The answer that is stored under a key, the task that generates it, and its readers. All
+    requests with the key read the answer from this object, which is the Source of their
+    Generations.
     """
 
     def __init__(self, wanted: Wanted, on_left: Callable[["KeyedRequest"], None]) -> None:
+        """`on_left` is called after a reader has closed."""
         self.scope = wanted.scope
         self.fingerprint = wanted.fingerprint
         self.identity = wanted.identity
         self.recording = Recording(wanted.num_sequences)
         self.routes: list[RoutingDecision] = []
+        """The routing decisions for this gateway's sequences of the answer, in order of time."""
         self.waits: list[Wait] = []
+        """The ended waits of sequences that were not sent to a replica at once."""
         self.traces: list[SequenceTrace] = []
+        """The traces of the sequences that this gateway sent to replicas."""
         self.readers: dict[Reader, None] = {}
         self.build: Callable[[Identity], Generation] | None = None
-        """Makes the answer's Generation. None if this gateway need not generate the answer."""
+        """Makes the answer's Generation. It is None if this gateway need not generate the
+        answer.
+        """
         self.maker: asyncio.Task[None] | None = None
+        """The task that generates the answer, or None while this gateway does not generate it."""
         self.is_followed = False
         """Whether another gateway generates the answer, and this gateway reads it from the log."""
         self.owns_log = False
         """Whether this gateway made the last entry of the answer's log."""
         self.opening = asyncio.Lock()
+        """Locked while the gateway that generates the answer is determined."""
         self.timer: Timer | None = None
         """The timer that stops or removes the answer when no client has read it for some time."""
         self.num_bytes = 0
+        """The number of bytes of this answer that `KeyedRequests.num_bytes` includes."""
         self._on_left = on_left
         self._on_making_ended: list[Callable[[Made], None]] = []
 
@@ -87,7 +100,7 @@ class KeyedRequest:
             self._on_making_ended.append(call)
 
     def making_ended(self) -> None:
-        """Runs the callbacks of `when_making_ends`."""
+        """Runs the callbacks of `when_making_ends`. Called when the answer has ended or stopped."""
         calls, self._on_making_ended = self._on_making_ended, []
         for call in calls:
             call(self._made())
@@ -112,7 +125,10 @@ class KeyedRequest:
 
 
 class Reader:
-    """Reads an answer's recording for one client, from the beginning."""
+    """Reads an answer's recording for one client, from the beginning. Existing output is available
+    at once, and new output when it is recorded. A Generation uses a Reader in place of the engine's
+    Mailbox.
+    """
 
     def __init__(self, request: KeyedRequest, on_close: Callable[["Reader"], None]) -> None:
         self.routes, self.waits, self.traces = request.routes, request.waits, request.traces
@@ -125,10 +141,11 @@ class Reader:
         self._is_closed = False
 
     def listen(self, on_news: Callable[[], None], _min_tokens: int = 1) -> None:
+        """Calls `on_news` when there may be new deltas."""
         self._on_news = on_news
 
     def abort(self, index: int) -> None:
-        """Ignores further output of a sequence. The recording continues."""
+        """Ignores further output of a sequence for this client. The recording continues."""
         self._aborted.add(index)
 
     def end_turn(self, index: int, tool: str) -> None:
@@ -147,7 +164,7 @@ class Reader:
             self._on_close(self)
 
     def take(self) -> list[tuple[int, Delta]]:
-        """An error is returned only after all output."""
+        """Returns the deltas since the last call. An error is returned only after all output."""
         news = [
             (index, delta) for index, _, delta in self._cursor.take() if index not in self._aborted
         ]

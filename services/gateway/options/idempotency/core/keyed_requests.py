@@ -1,4 +1,6 @@
-"""A gateway's answers to requests with an idempotency key."""
+"""A gateway's answers to requests with an idempotency key. The number of answers, their size and
+their storage time are limited. The readers of an answer are the clients' requests for it.
+"""
 
 import asyncio
 import logging
@@ -21,8 +23,8 @@ from services.gateway.options.idempotency.core.sharing import Role, Sharing
 logger = logging.getLogger(__name__)
 
 _FIRST_READER_SECONDS = 5.0
-"""An answer that its client has not started to read after this number of seconds counts as detached
-(see KeyLimits).
+"""The time in seconds within which the client must start to read its answer. Otherwise the answer
+counts as detached (see KeyLimits).
 """
 
 
@@ -33,14 +35,16 @@ class KeyLimits:
     """
 
     linger_seconds: float
-    """Seconds after which the generation of a detached answer is stopped."""
+    """The time in seconds after which the generation of a detached answer is stopped."""
     max_detached: int
-    """If more answers are detached, the longest detached answer is stopped."""
+    """Maximum number of detached answers. If there are more, the longest detached is stopped."""
     retention_seconds: float
-    """Seconds for which an ended or stopped answer is stored."""
+    """The time in seconds for which an ended or stopped answer is stored."""
     max_answers: int
     max_bytes: int
-    """If ended and stopped answers have more bytes, the least recently used answers are removed."""
+    """The maximum total bytes of ended and stopped answers. When there are more, the least recently
+    used answers are removed.
+    """
 
 
 class KeyedRequests:
@@ -50,7 +54,8 @@ class KeyedRequests:
        content read this answer from its beginning. Requests with other content are refused.
     2. When an answer's last reader has left, the answer is generated for `linger_seconds` more, and
        is then stopped. The next request with the key resumes a stopped answer.
-    3. After an error, the next request with the key starts a new answer.
+    3. An answer that has ended without an error is stored. After an error, the next request with
+       the key starts a new answer.
 
     With `sharing`, these rules hold for all gateways together.
     """
@@ -66,6 +71,7 @@ class KeyedRequests:
         self.counts = KeyCounts()
         self.sharing = sharing
         self.num_bytes = 0
+        """The total bytes of ended and stopped answers."""
         self._inference = inference
         self._engine = engine
         self._clock = clock
@@ -79,7 +85,9 @@ class KeyedRequests:
         return len(self._table)
 
     def knows(self, key: IdempotencyKey) -> bool:
-        """Whether this gateway has the key's answer, complete or in progress."""
+        """Whether this gateway has the key's answer, complete or in progress. A request with this
+        key then needs no room at a replica.
+        """
         request = self._table.get(key.scope(self._engine.model_fingerprint()))
         return request is not None and not request.is_idle
 
@@ -104,6 +112,7 @@ class KeyedRequests:
         return generation
 
     def _again(self, generation: Generation, identity: Identity) -> Generation:
+        """Makes a new Generation of the request, with another identity (id, seed, arrival time)."""
         request = replace(generation.request, request_id=identity.request_id)
         first = generation.sequences[0]
         sequences = to_engine_requests(
@@ -117,7 +126,7 @@ class KeyedRequests:
         return Generation(request, identity, sequences, self._inference.tokenizer)
 
     async def _claim(self, wanted: Wanted) -> tuple[KeyedRequest, bool]:
-        """Returns the key's answer, and whether it existed before."""
+        """Returns the key's answer, in progress or complete, and whether it existed before."""
         while True:
             request = self._table.get(wanted.scope) or self._add(wanted)
             if request.fingerprint != wanted.fingerprint:
@@ -142,7 +151,9 @@ class KeyedRequests:
         return request
 
     async def _open(self, request: KeyedRequest, wanted: Wanted) -> bool:
-        """Returns whether another gateway generates or has completed the answer."""
+        """Starts or resumes an answer, or follows another gateway, which generates it, by reading
+        the answer's log. Returns whether another gateway generates or has completed the answer.
+        """
         request.build = wanted.build
         role = Role.RESUMES if request.recording.num_tokens else Role.BEGINS
         if self.sharing is not None:
@@ -168,6 +179,8 @@ class KeyedRequests:
                 self.counts.followed += 1
         return role in (Role.FOLLOWS, Role.HAS_ALL)
 
+    # Generation of answers.
+
     def _make(self, request: KeyedRequest) -> None:
         assert request.build is not None
         generation = request.build(request.identity)
@@ -187,6 +200,7 @@ class KeyedRequests:
         self._end_making(request)
 
     def _stop(self, request: KeyedRequest) -> None:
+        """Stops generating the answer. This or another gateway can resume it later."""
         task, request.maker = request.maker, None
         if task is not None:
             task.cancel()
@@ -216,12 +230,15 @@ class KeyedRequests:
         request.is_followed = False
         self._end_making(request)
 
+    # Readers and retention.
+
     def _expect_reader(self, request: KeyedRequest) -> None:
         self._detached.pop(request, None)
         if not request.readers:
             self._at(_FIRST_READER_SECONDS, request, self._reader_left)
 
     def _reader_left(self, request: KeyedRequest) -> None:
+        """Called when the last reader has left, or the first reader has not connected in time."""
         if request.readers:
             return
         if request.maker is not None:
@@ -236,6 +253,7 @@ class KeyedRequests:
             self._end_making(request)
 
     def _end_making(self, request: KeyedRequest) -> None:
+        """Called when an answer has ended or was stopped, and is no longer generated here."""
         self._detached.pop(request, None)
         request.making_ended()
         if request.recording.error is not None:

@@ -1,4 +1,4 @@
-"""The state of an answer according to its log."""
+"""The state of an answer according to its log, which the gateway that generates it writes."""
 
 from collections.abc import Sequence
 
@@ -17,15 +17,17 @@ from services.gateway.options.idempotency.core.recording import Recording, Seque
 
 class LogView:
     """The recording that results from a log's entries up to `position`. An entry may repeat earlier
-    output, because another gateway took over the log and generated the output again.
+    output, for example because another gateway took over the log and generated the output again.
+    Repeated output is skipped.
     """
 
     def __init__(self) -> None:
         self.position = Position()
         self.begin: Begin | None = None
+        """The last Begin entry, or None while the log is empty."""
         self.recording = Recording(0)
-        """The output after the last Begin entry. A Begin entry of another answer replaces this
-        object.
+        """The output after the last Begin entry. If the log gets a Begin entry of another answer,
+        this object is replaced.
         """
 
     @property
@@ -34,8 +36,8 @@ class LogView:
         return self.begin is not None and self.recording.error is None
 
     def apply(self, entries: Sequence[tuple[Position, bytes]]) -> None:
-        """Raises DamagedEntry at the first damaged entry, after all earlier entries were
-        applied.
+        """Applies new entries of the log. Raises DamagedEntry at the first damaged entry, after all
+        earlier entries were applied.
         """
         for position, value in entries:
             if position <= self.position:
@@ -68,7 +70,7 @@ class LogView:
 
 def _rest(delta: Delta, num_tokens: int, num_rows: int, sequence: SequenceRecord) -> Delta:
     """Returns a delta without its first `num_tokens` tokens and its first `num_rows` rows of prompt
-    log-probabilities.
+    log-probabilities (a row for each position), which the sequence already has.
     """
     return Delta(
         delta.token_ids[num_tokens:],

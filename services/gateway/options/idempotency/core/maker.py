@@ -18,13 +18,13 @@ class ResumingEngine(Protocol):
     """An engine that can resume the sequences of an answer that another gateway has started."""
 
     def model_fingerprint(self) -> bytes:
-        """Returns b"" before a replica has connected."""
+        """Returns the fingerprint of the model in use, or b"" before a replica has connected."""
 
     def start(
         self, requests: Sequence[EngineRequest], progress: Sequence[Progress] = ()
     ) -> DeltaSource:
-        """Item i of `progress` is the earlier output of sequence i, which the sequence continues.
-        Sequences that have already ended are not started.
+        """Starts sequences. If `progress` is given, its item i is the earlier output of sequence i,
+        which the sequence continues. Sequences that have already ended are not started.
         """
 
 
@@ -32,8 +32,9 @@ async def make(engine: ResumingEngine, request: KeyedRequest, generation: Genera
     """Continues an answer's sequences after the output in its recording until all have ended, and
     records the new output.
 
-    `generation` finds stop strings and tool calls in the text, because they must take effect even
-    while no client reads the answer.
+    If the request has stop strings or may call tools, `generation` converts the tokens to text, so
+    that even while no client reads the answer, a stop string ends its sequence, and the name of a
+    called tool is sent to the replica.
     """
     recording = request.recording
     tap = Tap(engine, request)
@@ -75,14 +76,15 @@ class Tap(Reader):
         self._recording.add(await received(self._source))
 
     def take(self) -> list[tuple[int, Delta]]:
-        """Returns the deltas since the last call. The first call also returns all output that was
-        recorded before.
+        """Records the engine's new deltas. Returns the deltas since the last call. The first call
+        also returns all output that was recorded before.
         """
         assert self._source is not None
         self._recording.add(self._source.take())
         return super().take()
 
     def listen(self, on_news: Callable[[], None], min_tokens: int = 1) -> None:
+        """Calls `on_news` when the engine has new deltas."""
         assert self._source is not None
         self._source.listen(on_news, min_tokens)
 
@@ -102,6 +104,8 @@ class Tap(Reader):
 
 
 class _NoReader:
+    """A sink that discards the pieces. The text is needed only for stop strings and tool calls."""
+
     is_ready = True
 
     def put(self, _added: list[Piece]) -> None: ...

@@ -59,8 +59,8 @@ class OwnedLog:
         self._on_news()
 
     def restart(self) -> None:
-        """Called if the log has disappeared from the journal. Writes the log again, with the next
-        fence.
+        """Writes the log again, from the Begin entry and with the next fence. Called if the log has
+        disappeared from the journal.
         """
         self._cursor.close()
         self._cursor = Cursor(self.request.recording, self._on_news)
@@ -68,7 +68,7 @@ class OwnedLog:
 
     def next(self, now: float) -> Append | None:
         """Returns the entry to write, or None if there is no new output and the lease need not be
-        renewed.
+        renewed yet.
         """
         if self._pending is None:
             self._pending = self._make(now)

@@ -21,7 +21,9 @@ class OwnedLogs:
     """Writes logs to a journal, the store from which other gateways read them. Each log is written
     until its answer has ended, or until another gateway takes over the log.
 
-    `on_news` is called when there may be entries to write.
+    `on_news` is called when there may be entries to write. `fenced` is called with a request whose
+    log another gateway took over. The lease of each log, the right to write it, is renewed every
+    `heartbeat_seconds`.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class OwnedLogs:
         on_news: Callable[[], None],
         fenced: Callable[[KeyedRequest], None],
     ) -> None:
+        """`gateway` is this gateway's unique name."""
         self._journal = journal
         self._take_entry = entry_to_bytes(Take(gateway))
         self._clock = clock
@@ -51,13 +54,15 @@ class OwnedLogs:
         return scope in self._logs
 
     def log_of(self, request: KeyedRequest) -> OwnedLog | None:
-        """Returns None if this gateway does not write the answer's log."""
+        """Returns the log of this KeyedRequest object, or None if this gateway does not write
+        it.
+        """
         log = self._logs.get(request.scope)
         return log if log is not None and log.request is request else None
 
     async def claim(self, request: KeyedRequest, view: LogView) -> bool:
-        """Makes this gateway the log's owner by appending a Begin or Take entry. Returns whether
-        the entry was appended.
+        """Appends an entry that makes this gateway the log's owner: a Begin if the log has no
+        answer, and otherwise a Take. Returns whether the entry was appended.
         """
         position = view.position.next_fence
         entry = self._take_entry if view.has_answer else start_entry(request)
@@ -80,7 +85,7 @@ class OwnedLogs:
             self._remove(log)
 
     async def write(self) -> None:
-        """Raises Unavailable if the journal is unavailable."""
+        """Writes the due entries of all logs. Raises Unavailable if the journal is unavailable."""
         async with self._writing:
             now = self._clock.time()
             due = [

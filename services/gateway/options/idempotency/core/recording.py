@@ -1,5 +1,5 @@
 """A recording of the output of an engine (all replicas together) for one request, with any number
-of readers.
+of readers. The output of each of the request's sequences is appended in deltas.
 """
 
 from array import array
@@ -31,6 +31,7 @@ class SequenceRecord:
 
     token_ids: "array[int]" = field(default_factory=lambda: array("i"))
     logprobs: LogprobRows | None = None
+    """One row for each token. It is None if log-probabilities were not requested."""
     prompt_logprobs: LogprobRows | None = None
     num_cached_tokens: int | None = None
     finish: Finish | None = None
@@ -74,7 +75,9 @@ class SequenceRecord:
 
 
 class Cursor:
-    """A reader's position in a recording. `on_news` is called when there is new output."""
+    """A reader's position in a recording. It starts at the recording's beginning. `on_news` is
+    called when there is new output.
+    """
 
     def __init__(
         self, recording: "Recording", on_news: Callable[[], None], *, at_end: bool = False
@@ -98,8 +101,8 @@ class Cursor:
         self._on_news()
 
     def take(self) -> list[tuple[int, Seen, Delta]]:
-        """Returns, for each sequence with new output, the sequence's index, how much of it the
-        reader received before, and the new output.
+        """Returns the output since the last call: for each sequence with new output, the sequence's
+        index, how much of it the reader received before, and the new output.
         """
         changed, self._changed = sorted(self._changed), set()
         news = []
@@ -112,7 +115,7 @@ class Cursor:
         return news
 
     def close(self) -> None:
-        """Idempotent."""
+        """Stops reading. Idempotent."""
         self._recording.cursors.pop(self, None)
 
 
@@ -155,7 +158,7 @@ class Recording:
                 cursor.note(index)
 
     def fail(self, error: StepwellError) -> None:
-        """Does nothing if the recording has ended."""
+        """Ends the recording with an error. Does nothing if the recording has ended."""
         if not self.is_over:
             self.error = error
             for cursor in self.cursors:
@@ -170,7 +173,7 @@ class Recording:
 
 
 def _copied(rows: LogprobRows | None) -> LogprobRows | None:
-    """Copies the rows, because a recording appends to its own rows in place and must not share them
-    with the delta, whose rows other code still reads.
+    """Copies rows of log-probabilities, because a recording appends to its own rows in place and
+    must not share them with the delta, whose rows other code still reads.
     """
     return None if rows is None else rows.part(0)

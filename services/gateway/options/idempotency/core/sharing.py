@@ -10,9 +10,9 @@ journal has a log and a lease for each key. Each gateway, and the journal, may f
    tokens so far are unchanged.
 3. If the former owner was only slow, it is fenced: its next append fails. The former owner then
    stops writing, but continues to generate for its own clients, which get the same tokens.
-4. While the journal is unavailable, answers are not shared. Output never waits for the journal.
-   Only the start of a request with a key waits, for at most `open_seconds`, and not at all if the
-   journal is known to be unavailable.
+4. While the journal is unavailable, answers are not shared. Their logs are written when the journal
+   is available again. Output never waits for the journal. Only the start of a request with a key
+   waits, for at most `open_seconds`, and not at all if the journal is known to be unavailable.
 
 Fencing by the position in the log is as in Apache BookKeeper, and in Kafka's producer epochs.
 """
@@ -63,9 +63,9 @@ class SharingTimes:
     flush_seconds: float = 0.05
     """The interval between two writes of the owned logs, and two reads of the followed logs."""
     lease_seconds: float = 3.0
-    """A lease is renewed after a third of this time."""
+    """The duration of a lease. A lease is renewed after a third of this time."""
     open_seconds: float = 1.0
-    """The time for which a request waits at most for the journal, in seconds."""
+    """The time limit for the wait of a request for the journal."""
     again_seconds: float = 0.02
     """The interval between two attempts to open a log whose first entry is not written yet."""
     first_backoff_seconds: float = 0.05
@@ -91,9 +91,11 @@ class Sharing:
     def __init__(
         self, journal: Journal, gateway: str, clock: Clock, times: SharingTimes | None = None
     ) -> None:
+        """`gateway` is this gateway's unique name."""
         self.counts = SharingCounts()
         self.listener: SharingListener | None = None
         self.is_reachable = True
+        """Whether the last call to the journal succeeded. It is true before the first call."""
         self._was_reached = False
         self._journal = journal
         self._clock = clock
@@ -112,9 +114,12 @@ class Sharing:
             self._fenced,
         )
 
+    # Calls from KeyedRequests.
+
     async def open(self, request: KeyedRequest) -> Role:
-        """Must not be called for an answer that this gateway generates or follows. Raises KeyReused
-        if an earlier request with the key has different content.
+        """Determines which gateway generates an answer, and reads the output so far from the log.
+        Must not be called for an answer that this gateway generates or follows. Raises KeyReused if
+        an earlier request with the key has different content.
         """
         owned = self._owned.log_of(request)
         if owned is not None:
@@ -140,15 +145,15 @@ class Sharing:
         return self._begin_alone(request)
 
     def leave(self, request: KeyedRequest) -> None:
-        """`open` may be called again later."""
+        """Stops writing or following an answer's log. `open` may be called again later."""
         self._unfollow(request)
         owned = self._owned.log_of(request)
         if owned is not None:
             owned.leave()
 
     def forget(self, request: KeyedRequest, *, everywhere: bool) -> None:
-        """If `everywhere` is true, and this gateway wrote the log's last entry, also removes the
-        log from the journal.
+        """Stops writing or following the log of a removed answer. If `everywhere` is true, and this
+        gateway wrote the log's last entry, also removes the log from the journal.
         """
         self._unfollow(request)
         self._owned.drop(request)
@@ -180,9 +185,11 @@ class Sharing:
             for _ in range(_LAST_WRITES):
                 await self._owned.write()
 
+    # Opening of logs.
+
     async def _try_open(self, request: KeyedRequest) -> Role | None:
-        """Returns None if the caller must try again, for example because another gateway has the
-        lease, but has not written the log's Begin entry yet.
+        """Tries to open a log. Returns None if the caller must try again, for example because
+        another gateway has the lease, but has not written the log's Begin entry yet.
         """
         took_lease, news = await self._journal.open(request.scope)
         view = LogView()
@@ -212,8 +219,8 @@ class Sharing:
         return Role.RESUMES if await self._owned.claim(request, view) else None
 
     def _begin_alone(self, request: KeyedRequest) -> Role:
-        """When the journal is available again, the answer's log is written, unless another gateway
-        has started the log.
+        """Starts or resumes an answer without the journal. When the journal is available again, the
+        answer's log is written, unless another gateway has started the log.
         """
         self.counts.alone += 1
         self._owned.begin_later(request, Position())
@@ -226,6 +233,8 @@ class Sharing:
         )
         self.counts.damaged += 1
         await self._journal.forget([request.scope])
+
+    # The periodic work.
 
     async def _something_to_do(self) -> None:
         if self._followed or not (self.is_reachable and self._was_reached):
@@ -297,6 +306,7 @@ class Sharing:
     def _follow(
         self, request: KeyedRequest, view: LogView, entries: Sequence[tuple[Position, bytes]]
     ) -> bool:
+        """Applies new entries of a followed log. Returns whether this gateway still follows it."""
         try:
             view.apply(entries)
         except DamagedEntry as error:

@@ -2,7 +2,8 @@
 input and the generated output.
 
 Only the gateway stores the tokens of a session. Between two turns, a replica keeps the session's KV
-blocks and a slot of a running sequence, so that the next turn can start at once.
+blocks and a slot of a running sequence, so that the next turn can start at once. If no replica
+keeps them, the next turn is sent as a normal request with all tokens.
 """
 
 from typing import Protocol
@@ -13,7 +14,7 @@ from services.gateway.core.request.request import HeldSequence
 
 
 class TurnListener(Protocol):
-    """The interface of an object that is notified when a turn of a session begins or ends."""
+    """Is notified when a turn of a session begins or ends."""
 
     def turn_began(self, session: "ClientSession") -> None: ...
 
@@ -31,15 +32,18 @@ class ClientSession:
         self.caller = caller
         self.created = created
         self.token_ids: list[int] = []
+        """All tokens of the completed turns. The next turn appends its tokens."""
         self.num_turns = 0
         self.is_in_turn = False
         self.held: HeldSequence | None = None
+        """The session's sequence if a replica keeps it between two turns, and otherwise None."""
         self.ended: StepwellError | None = None
+        """The error that further turns raise if the session has ended, and otherwise None."""
         self._listener = listener
 
     def check_idle(self) -> None:
-        """Raises the error `ended` if the session has ended, and FailedPrecondition if a
-        turn runs.
+        """Raises the error `ended` if the session has ended, and FailedPrecondition if a turn
+        runs.
         """
         if self.ended is not None:
             raise self.ended
@@ -52,9 +56,9 @@ class ClientSession:
             )
 
     def begin_turn(self, number: int) -> None:
-        """Turns are numbered from 0. Raises FailedPrecondition if another turn is running, or a
-        turn with this number was completed before. Raises the error `ended` if the session has
-        ended.
+        """Starts the turn with this number. The first turn has the number 0. Raises
+        FailedPrecondition if another turn is running, or a turn with this number was completed
+        before. Raises the error `ended` if the session has ended.
         """
         self.check_idle()
         if number != self.num_turns:
@@ -67,8 +71,8 @@ class ClientSession:
         self._listener.turn_began(self)
 
     def finish_turn(self, token_ids: list[int] | None) -> None:
-        """`token_ids` are all tokens of the session including the turn's. If it is None, the turn
-        was not completed, and the session's tokens do not change.
+        """Ends the turn. `token_ids` are all tokens of the session including the turn's. If it is
+        None, the turn was not completed, and the session's tokens do not change.
         """
         self.is_in_turn = False
         if token_ids is not None:
@@ -79,7 +83,7 @@ class ClientSession:
         self._listener.turn_ended(self)
 
     def take_held(self) -> HeldSequence | None:
-        """The caller must continue or release the returned sequence."""
+        """Returns `held` and sets it to None. The caller must continue or release the sequence."""
         held, self.held = self.held, None
         return held
 
@@ -89,7 +93,7 @@ class ClientSession:
             held.release()
 
     def hold(self, held: HeldSequence) -> None:
-        """Stores the sequence, or releases it if the session has ended."""
+        """Records that a replica keeps the sequence. Releases it if the session has ended."""
         if self.ended is None:
             self.held = held
         else:

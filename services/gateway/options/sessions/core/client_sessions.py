@@ -1,4 +1,6 @@
-"""The clients' sessions (prompts that grow turn by turn) at this gateway."""
+"""The clients' sessions (prompts that grow turn by turn) at this gateway. Their number and their
+idle time are limited.
+"""
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
@@ -10,6 +12,7 @@ from services.gateway.core.ports import TIMER_SLACK_SECONDS, Clock, Timer
 from services.gateway.options.sessions.core.client_session import ClientSession
 
 MAX_ENDED = 4096
+"""Limit on the number of ended sessions whose errors are stored, for requests that name them."""
 EXPIRED = "SESSION_EXPIRED"
 
 
@@ -24,6 +27,7 @@ class SessionLimits:
     max_sessions: int
     max_sessions_per_caller: int
     idle_seconds: float
+    """Seconds without a turn after which a session ends."""
 
 
 class ClientSessions:
@@ -57,9 +61,9 @@ class ClientSessions:
     def open(
         self, caller: Caller, on_ended: Callable[[StepwellError], object] | None = None
     ) -> ClientSession:
-        """`on_ended` is called with an error if the session expires or the gateway drains. Raises
-        TooManySessions if the caller has too many sessions, and ResourceExhausted if the gateway
-        has.
+        """Opens a session. `on_ended` is called with an error if the session expires or the gateway
+        drains. Raises TooManySessions if the caller has too many sessions, and ResourceExhausted if
+        the gateway has.
         """
         limits, num_own = self.limits, self._num_of_caller[caller.caller_id]
         if caller != ANYONE and num_own >= limits.max_sessions_per_caller:
@@ -84,8 +88,8 @@ class ClientSessions:
         return session
 
     def find(self, session_id: str, caller: Caller) -> ClientSession:
-        """Raises the error that ended the session, or NotFound if the caller has no such
-        session.
+        """Returns the caller's open session with this id. Raises the error that ended the session,
+        or NotFound if the caller has no such session.
         """
         session = self._sessions.get(session_id)
         if session is not None and session.caller.caller_id == caller.caller_id:
@@ -100,7 +104,7 @@ class ClientSessions:
         )
 
     def end(self, session: ClientSession) -> None:
-        """A running turn continues. Idempotent."""
+        """Ends a session at its client's request. A running turn continues. Idempotent."""
         self._end(
             session, NotFound(f"session {session.session_id} was ended", reason="SESSION_ENDED")
         )
@@ -108,6 +112,8 @@ class ClientSessions:
     def end_all(self, error: StepwellError) -> None:
         for session in list(self._sessions.values()):
             self._end_and_tell(session, error)
+
+    # Methods that sessions call.
 
     def turn_began(self, session: ClientSession) -> None:
         """Stops the session's idle timer."""

@@ -10,18 +10,19 @@ from services.gateway.options.sessions.core.client_session import ClientSession
 
 
 class SessionTurn:
-    """One turn of a session, and the tokens of the turn."""
+    """One turn of a session, and the turn's tokens. Implements the interface `Turn`."""
 
     def __init__(self, session: ClientSession, prompt_token_ids: Sequence[int]) -> None:
         """`prompt_token_ids` are the session's tokens, followed by the turn's input."""
         self.number = session.num_turns
+        """The turn's number. The first turn of a session has the number 0."""
         self._session = session
         self._token_ids = [*prompt_token_ids]
         self._is_running = self._is_complete = False
 
     def begin(self) -> None:
-        """Raises FailedPrecondition if another turn is running, or was completed after this object
-        was made.
+        """Starts the turn. Raises FailedPrecondition if another turn is running, or was completed
+        after this object was made.
         """
         self._session.begin_turn(self.number)
         self._is_running = True
@@ -29,8 +30,8 @@ class SessionTurn:
     def add(
         self, token_ids: Sequence[int], reason: FinishReason | None, stop: str | int | None
     ) -> None:
-        """As in vLLM, an end-of-sequence or stop token that ended the turn is omitted. The tokens
-        of a stop string are kept.
+        """Adds generated tokens to the turn. As in vLLM, an end-of-sequence or stop token that
+        ended the turn is omitted. The tokens of a stop string are kept.
         """
         self._token_ids += token_ids
         self._is_complete = reason is not None
@@ -43,8 +44,9 @@ class SessionTurn:
             self._session.finish_turn(self._token_ids if self._is_complete else None)
 
     def take_held(self, request: EngineRequest) -> HeldSequence | None:
-        """Returns the sequence that a replica keeps for the session, if `request` can continue it.
-        Otherwise releases the sequence and returns None.
+        """Returns the sequence that a replica keeps for the session, if `request` can continue it:
+        `request` must have more tokens than the sequence, equal it in priority, cache salt and
+        adapter, and not skip the prefix cache. Otherwise releases the sequence and returns None.
         """
         held = self._session.take_held()
         if held is None or (
@@ -66,8 +68,9 @@ class SessionTurn:
 
 
 def turn_of(session: ClientSession, request: ClientRequest) -> ClientRequest:
-    """Raises InvalidArgument for a parameter that sessions do not support, and FailedPrecondition
-    while another turn runs.
+    """Makes the request of a turn. Its prompt consists of the session's tokens, followed by the
+    prompt of `request`. Raises InvalidArgument for a parameter that sessions do not support, and
+    FailedPrecondition while another turn runs.
     """
     session.check_idle()
     sampling, prompt = request.sampling, request.prompts[0] if request.prompts else Prompt([])

@@ -1,4 +1,4 @@
-"""Tenants, the owners of API keys."""
+"""Tenants. Each has its own limits, a fair share of the replicas, and its own prefix cache."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ class Tenant(Caller):
     are scheduled earlier.
     """
     models: frozenset[str] | None = None
-    """If it is None, the API key may use all models."""
+    """The models that the API key may use. None means all models."""
     cache_salt: str = ""
     """Tenants with different salts do not share cached prompts."""
 
@@ -42,8 +42,8 @@ class Tenant(Caller):
         return priority if ceiling is None else max(priority, ceiling)
 
     def effective_cache_salt(self, cache_salt: str) -> str:
-        """Returns the tenant's own salt followed by the client's salt. Clients' salts cannot
-        contain NUL, so no client can construct the salt of another tenant.
+        """Returns the client's salt with the tenant's own salt, if there is one, in front of it.
+        Clients' salts cannot contain NUL, so no client can construct the salt of another tenant.
         """
         if not self.cache_salt:
             return cache_salt

@@ -1,4 +1,4 @@
-"""The API keys of tenants."""
+"""The API keys of tenants, from the settings and from a store of keys."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -13,8 +13,8 @@ from services.gateway.options.tenants.keys.store import KeyStore, KnownKey
 
 
 class ApiKeys(Access):
-    """Accepts requests with an API key from `plain` or `store`. Without any keys or store, accepts
-    every request.
+    """Accepts requests with an API key from `plain` or `store`. If there are neither keys in
+    `plain` nor a store, accepts every request.
 
     Each key in `plain` has its own tenant without limits, named `key-1`, `key-2` and so on.
     """
@@ -36,7 +36,9 @@ class ApiKeys(Access):
         self.needs_key = bool(plain) or store is not None
 
     async def authenticate(self, authorization: str) -> Caller:
-        """Returns the caller of a request."""
+        """Returns the caller of a request. A key that is not in memory is looked up in the
+        store.
+        """
         caller = self._known(authorization)
         if caller is not None:
             return caller
@@ -45,16 +47,16 @@ class ApiKeys(Access):
         return self._checked(await self._store.find(key_id_of(key) or ""), key)
 
     def recognize(self, authorization: str) -> Caller | None:
-        """Returns the caller of a request if the key is in memory and its tenant has no limits, and
-        otherwise None. Raises Unauthenticated if the key is known to be invalid.
+        """Returns the caller of a request if the key is in memory and its tenant has no limits,
+        and otherwise None. Raises Unauthenticated if the key is known to be invalid.
         """
         caller = self._known(authorization)
         is_limited = isinstance(caller, Tenant) and not LimitSet.of(caller).is_empty
         return None if is_limited else caller
 
     def _known(self, authorization: str) -> Caller | None:
-        """Returns None if the key is not in memory. Raises Unauthenticated if the key is known to
-        be invalid.
+        """Returns the caller of a request, or None if the key is not in memory. Raises
+        Unauthenticated if the key is known to be invalid.
         """
         if not self.needs_key:
             return ANYONE

@@ -1,7 +1,9 @@
 """API keys in Redis. Keys that clients have used are cached in memory.
 
-1. A key is refused at most REFRESH_SECONDS after it was revoked.
-2. While Redis is unreachable, or after it has lost its data, keys in memory are accepted for
+1. The look-up of a key that is not in memory takes at most LOOK_UP_SECONDS.
+2. Every REFRESH_SECONDS, the version number of the keys in Redis is read. If it has changed, the
+   keys in memory are read again. So a key is refused at most REFRESH_SECONDS after it was revoked.
+3. While Redis is unreachable, or after it has lost its data, keys in memory are accepted for
    `cache_seconds`. A request with a key that is not in memory fails with Unavailable, and not with
    Unauthenticated, because the key may exist in Redis.
 """
@@ -77,6 +79,7 @@ class RedisKeys:
             await self._redis.close()
 
     async def _refresh(self) -> None:
+        """Reads the keys in memory from Redis again if they may have changed there."""
         version = (await look_up(self._redis, ())).version
         if not version and self._keys:
             self._lost("Redis has no API keys any more")

@@ -16,7 +16,9 @@ class KnownKey:
 
     @classmethod
     def of(cls, key: KeyRecord, tenant: TenantRecord, *, share_cache: bool) -> "KnownKey":
-        """If `share_cache` is true, all tenants share the prefix cache."""
+        """Makes a KnownKey from records of the store. If `share_cache` is true, all tenants share
+        the prefix cache.
+        """
         owner = Tenant(
             key.tenant_id,
             weight=tenant.weight,
@@ -38,8 +40,8 @@ class KeyStore(Protocol):
         """Returns a key from memory, or None if the key is not in memory."""
 
     async def find(self, key_id: str) -> KnownKey | None:
-        """Returns None if the key does not exist. Raises Unavailable if the store cannot be read at
-        the moment.
+        """Looks up a key that is not in memory. Returns None if the key does not exist. Raises
+        Unavailable if the store cannot be read at the moment.
         """
         ...
 

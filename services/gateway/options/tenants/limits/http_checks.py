@@ -59,7 +59,11 @@ _SERVER_ERROR = 500
 
 class TenantChecks:
     """Checks POST requests to `paths`: the declared size of the body, the API key, and the tenant's
-    limits. Headers of the answer contain the remaining amounts of the limits.
+    limits.
+
+    The tenant is stored in the request's state. When the application has returned, the request's
+    Allowance (the amounts of the tenant's limits reserved for it) is closed. Headers of the answer
+    contain the remaining amounts of the limits.
     """
 
     def __init__(

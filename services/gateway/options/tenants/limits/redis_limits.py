@@ -1,8 +1,10 @@
-"""Counts tenants' requests and tokens in Redis, for all gateways together.
+"""Counts tenants' requests and tokens in Redis, for all gateways together. While Redis is
+unreachable, each gateway applies its own part of the limits.
 
 No request fails because of Redis, or waits for Redis longer than TAKE_SECONDS. Each gateway has a
 lease in Redis, by which gateways are counted. After a failed call, a gateway counts in memory until
-it has renewed its lease. It then applies each limit divided by the last known number of gateways.
+it has renewed its lease. It then applies each limit divided by the last known number of gateways,
+and starts from the tenant's last levels (remaining amounts) in Redis, also divided by this number.
 """
 
 import asyncio
@@ -44,8 +46,9 @@ logger = logging.getLogger(__name__)
 class RedisLimits:
     """A LimitStore in Redis. When `run` is cancelled, it closes the connection.
 
-    This gateway's slots (one for each concurrent request) are also in `local`. While Redis is
-    unreachable, only the slots in `local` are counted.
+    Each concurrent request of a tenant occupies a slot, which has a lease in Redis. This gateway's
+    slots are also in `local`, and this gateway renews their leases. While Redis is unreachable,
+    only the slots in `local` are counted.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class RedisLimits:
         self._last: dict[str, Standing] = {}
         """Maps tenants' ids to the levels (remaining amounts) in the last answer from Redis."""
         self._unreleased: deque[tuple[LimitSet, str]] = deque(maxlen=_MAX_UNRELEASED)
+        """Slots that no request uses any more, but that may still be occupied in Redis."""
         self._in_flight = asyncio.Semaphore(_MAX_CALLS)
         self._sending: set[asyncio.Task[None]] = set()
 
@@ -109,6 +113,7 @@ class RedisLimits:
         task.add_done_callback(self._sending.discard)
 
     async def run(self) -> None:
+        """Renews the leases of this gateway and of its slots until cancelled."""
         loop, slots_at = asyncio.get_running_loop(), 0.0
         slots_seconds = self._slot_lease_millis / 3000
         renew_seconds = min(RENEW_SECONDS, slots_seconds)
@@ -168,6 +173,7 @@ class RedisLimits:
         return Standing(_QUOTAS[refused_by], wait, requests, tokens, num_slots, now)
 
     async def _renew(self) -> None:
+        """Renews this gateway's lease. Success shows that Redis is reachable."""
         arguments = (_LEASE_MILLIS, self._process_name)
         num_gateways = await self._call(LEASE, (GATEWAYS,), arguments, _RENEW_CALL_SECONDS)
         if self._is_lost:  # Checks that Redis also responds within the time limit of requests.
@@ -218,7 +224,7 @@ _DIGESTS = {script: hashlib.sha1(script.encode()).hexdigest() for script in (TAK
 async def _evaluate(
     client: Client, script: str, keys: tuple[str, ...], arguments: tuple[Any, ...]
 ) -> Any:
-    """Sends the whole script if Redis does not know its digest."""
+    """Runs a Lua script by its digest. Sends the whole script if Redis does not know it."""
     run: Awaitable[Any] = client.evalsha(_DIGESTS[script], len(keys), *keys, *arguments)
     try:
         return await run

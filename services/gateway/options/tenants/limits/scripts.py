@@ -90,8 +90,8 @@ redis.call('PEXPIRE', KEYS[1], ARGV[1])
 return redis.status_reply('OK')
 """
 )
-"""Renews the leases of slots. The arguments are the duration of the leases in milliseconds, and the
-names of the slots.
+"""Renews the leases of slots. The first argument is the duration of the leases in milliseconds. The
+other arguments are the names of the slots.
 """
 
 LEASE = (

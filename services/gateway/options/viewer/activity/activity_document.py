@@ -14,7 +14,7 @@ _UNSPECIFIED = "unspecified"
 
 
 def request_document(request: scheduler_pb2.RequestActivity, unix_nanos: int) -> Document:
-    """`unix_nanos` is the current Unix time."""
+    """Describes a running or waiting request. `unix_nanos` is the current Unix time."""
     state = scheduler_pb2.RequestState.Name(request.state).removeprefix(_REQUEST_STATE).lower()
     return {
         "key": request.key,
@@ -34,8 +34,8 @@ def request_document(request: scheduler_pb2.RequestActivity, unix_nanos: int) ->
 def step_documents(
     steps: Iterable[scheduler_pb2.StepActivity], done_before_nanos: int
 ) -> Iterable[Document]:
-    """Because steps overlap, a step's duration is measured from the end of the previous step.
-    `done_before_nanos` is the end of the step before the first one.
+    """Describes consecutive steps. Because steps overlap, a step's duration is measured from the
+    end of the previous step. `done_before_nanos` is the end of the step before the first one.
     """
     for step in steps:
         began = max(step.begun_unix_nanos, done_before_nanos)
@@ -55,7 +55,7 @@ def step_documents(
 
 
 def blocks_document(blocks: common_pb2.BlockMap) -> Document:
-    """`states` has one digit for the state of each cell of blocks."""
+    """Describes a map of KV blocks. `states` has one digit for the state of each cell."""
     return {
         "blocks_per_cell": blocks.blocks_per_cell,
         "states": "".join(map(str, blocks.states)),

@@ -25,6 +25,7 @@ from services.gateway.options.viewer.activity.activity_document import (
 from services.gateway.options.viewer.activity.history import name_of
 
 SAMPLE_SECONDS = 0.2
+"""Minimum number of seconds between two samples."""
 LARGE_POOL_SECONDS = 1.0
 """Minimum number of seconds between two block maps of a pool with more than MAX_CELLS blocks."""
 MAX_CELLS = 4096
@@ -38,6 +39,7 @@ class ReplicaSample:
 
     address: str
     name: str = ""
+    """The replica's own name, or its address until the name is known."""
     model: str = ""
     is_ready: bool = False
     reason: str = ""
@@ -47,8 +49,8 @@ class ReplicaSample:
     prefix index. If the index does not contain the pool, only free cached blocks are counted.
     """
     directory: str = ""
-    """A value of DirectoryState, or empty if the gateway's prefix index does not contain
-    the pool.
+    """State of this pool in the gateway's prefix index, as a value of DirectoryState. Empty if the
+    index does not contain the pool.
     """
     stats: Document | None = None
     requests: list[Document] = field(default_factory=list)
@@ -62,6 +64,8 @@ class ReplicaSample:
 
 @dataclass(slots=True)
 class _Cursor:
+    """The last step that was read from a scheduler process, and the time of its last block map."""
+
     incarnation: str = ""
     step: int = 0
     done_unix_nanos: int = 0
@@ -81,7 +85,7 @@ class ActivityFeed:
         self._sampled_at = 0.0
 
     async def samples(self) -> list[ReplicaSample]:
-        """The samples are at most SAMPLE_SECONDS old."""
+        """Returns samples of all replicas, which are at most SAMPLE_SECONDS old."""
         async with self._lock:
             if time.monotonic() >= self._sampled_at + SAMPLE_SECONDS:
                 replicas = self._membership.replicas

@@ -1,4 +1,4 @@
-"""Takes periodic samples of the replicas' statistics."""
+"""Takes periodic samples of the replicas' statistics, and formats their history as JSON."""
 
 import asyncio
 import time
@@ -66,7 +66,7 @@ def name_of(replica: Replica) -> str:
 
 
 def history_document(history: History, now: float) -> dict[str, Any]:
-    """The statistics of the time bins are parallel lists."""
+    """Returns the events, and the statistics of the time bins as parallel lists."""
     bins = history.bins(now)
     return {
         "unix_seconds": now,

@@ -36,8 +36,8 @@ class ActivityQuery(Query):
 
 
 class ActivityRoutes:
-    """If `sees_all` is true, a caller sees the ids of all requests, and otherwise only the ids of
-    its own requests.
+    """The handlers of the routes. If `sees_all` is true, a caller sees the ids of all requests, and
+    otherwise only the ids of its own requests.
     """
 
     def __init__(

@@ -59,6 +59,7 @@ class Bin:
     num_running: int = 0
     num_waiting: int = 0
     held_share: float = 0.0
+    """Fraction of the KV blocks of all pools that are in use."""
 
 
 class History:
@@ -81,8 +82,8 @@ class History:
     def answered(
         self, now: float, whole: float, first_token: float | None, num_tokens: int, *, failed: bool
     ) -> None:
-        """`whole` and `first_token` are the seconds from the request's arrival to its end and to
-        its first token.
+        """Records the end of a request that a replica had scheduled. `whole` and `first_token` are
+        the seconds from the request's arrival to its end and to its first token.
         """
         one = self._bin(now)
         one.num_ended += 1
@@ -102,8 +103,8 @@ class History:
         self._note(now, "refused", "", reason.replace("_", " "))
 
     def sampled(self, now: float, statuses: Mapping[str, ReplicaStatus], num_queued: int) -> None:
-        """`statuses` maps addresses to statuses. `num_queued` is the number of sequences that wait
-        at the gateway.
+        """Records a sample of the replicas. `statuses` maps addresses to statuses. `num_queued` is
+        the number of sequences that wait at the gateway.
         """
         one = self._bin(now)
         one.num_running = sum(status.num_running for status in statuses.values())
@@ -124,8 +125,8 @@ class History:
         self._statuses = dict(statuses)
 
     def _bin(self, now: float) -> Bin:
-        """New bins start with the previous bin's queues and pools, which the next sample
-        replaces.
+        """Returns the current bin. If it does not exist, adds it and the missing bins before it.
+        New bins start with the previous bin's queues and pools, which the next sample replaces.
         """
         began = int(now // BIN_SECONDS) * BIN_SECONDS
         if not self._bins or began - self._bins[-1].began > MAX_BINS * BIN_SECONDS:
@@ -148,8 +149,8 @@ class History:
 
 
 def changes(before: ReplicaStatus, after: ReplicaStatus) -> Iterator[tuple[str, str]]:
-    """Yields each change as a kind of event and a text. The unknown state of a scheduler that does
-    not respond counts as unchanged.
+    """Yields the changes of a replica's status, each as a kind of event and a text. The state of a
+    scheduler that does not respond is unknown, and counts as unchanged.
     """
     if before.is_ready and not after.is_ready:
         yield "lost", after.reason or "cannot run steps"

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 
 class SpanRole(enum.Enum):
     REQUEST = "request"
-    """The span of a client's whole request at this gateway."""
+    """The span of a client's whole request at this gateway, the root of a trace that is listed."""
     STEP = "step"
+    """The root span of the trace of an engine step."""
     PART = "part"
+    """Any other span."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,7 @@ class StoredSpan:
     request_id: str = ""
     caller_id: str = ""
     is_wanted: bool = False
+    """Whether the span's trace is kept for longer, because the request failed or was slow."""
 
 
 @dataclass(slots=True)
@@ -32,9 +35,11 @@ class StoredTrace:
     spans: list[StoredSpan] = field(default_factory=list)
     num_bytes: int = 0
     root: StoredSpan | None = None
-    """The span of the client's request, or None until the request's end."""
+    """The span of the client's request. In a stored trace, it is None until the request's end."""
     encoded: set[bytes] = field(default_factory=set)
+    """The encoded spans, by which repeated spans are detected."""
     is_running: bool = False
+    """Whether the trace was made from a running request, so that it is not in the store."""
 
     @property
     def request_id(self) -> str:
@@ -50,8 +55,9 @@ class TraceStore:
     the oldest traces are removed.
 
     Half of each limit is reserved for traces of ended requests, so that traces of engine steps and
-    unfinished requests cannot displace them. Two groups of ended requests are removed last: up to
-    `max_traces` / 4 failed or slow requests, and up to `max_traces` / 8 recently listed requests.
+    unfinished requests cannot displace them. Traces of steps are removed before traces of
+    unfinished requests. Two groups of ended requests are removed last: up to `max_traces` / 4
+    failed or slow requests, and up to `max_traces` / 8 recently listed requests.
 
     Spans of one trace beyond an eighth of `max_bytes` are dropped.
     """
@@ -63,16 +69,20 @@ class TraceStore:
         """Maps trace ids to the traces of ended requests, in order of their ends."""
         self._others: dict[str, StoredTrace] = {}
         self._steps: dict[str, None] = {}
+        """Ids of the engine-step traces in `_others`."""
         self._wanted: dict[str, None] = {}
+        """Ids of the failed or slow requests in `_ended`."""
         self._shown: dict[str, None] = {}
+        """Ids of the recently listed requests in `_ended`."""
         self.num_bytes = 0
 
     def __len__(self) -> int:
         return len(self._ended) + len(self._others)
 
     def add(self, trace_id: str, span: StoredSpan) -> None:
-        """Ignores a span that is already stored, because services repeat exports that were not
-        confirmed. A trace id has 32 hexadecimal digits.
+        """Adds a span to its trace, which may be new. Ignores a span that is already stored,
+        because services repeat exports that were not confirmed. A trace id has 32 hexadecimal
+        digits.
         """
         trace = self._ended.get(trace_id) or self._others.get(trace_id) or StoredTrace(trace_id)
         size = len(span.encoded)

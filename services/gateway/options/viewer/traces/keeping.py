@@ -65,8 +65,8 @@ def stored_spans(
 
 
 def _stored(service: str, span: trace_pb2.Span, *, is_own: bool) -> StoredSpan:
-    """Determines the role of a span: a server span of this gateway is a request, and a span of
-    another service without a parent is an engine step.
+    """Converts a span, and determines its role. A server span of this gateway is a request. A span
+    of another service without a parent is an engine step.
     """
     encoded = span.SerializeToString()
     if is_own and span.kind == trace_pb2.Span.SPAN_KIND_SERVER:

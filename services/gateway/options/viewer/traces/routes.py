@@ -1,4 +1,6 @@
-"""HTTP routes for traces."""
+"""HTTP routes for traces. One route lists stored and running requests. The other returns the trace
+of one request with all its spans.
+"""
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
@@ -49,8 +51,9 @@ def _turns(traces: Iterable[StoredTrace], program: str) -> list[Document]:
 
 
 class TraceRoutes:
-    """If `sees_all` is true, a caller sees the traces of all requests, and otherwise only the
-    traces of its own requests.
+    """Reads the traces of ended requests from the trace store, and queries the replicas for the
+    spans of running requests. If `sees_all` is true, a caller sees the traces of all requests, and
+    otherwise only the traces of its own requests.
     """
 
     def __init__(self, store: TraceStore | None, running: RunningTraces, *, sees_all: bool) -> None:

@@ -29,6 +29,7 @@ from services.gateway.options.viewer.traces.keeping import stored_spans
 from services.gateway.options.viewer.traces.trace_document import attributes_of
 
 MAX_SEQUENCES = 64
+"""Limit on the number of a request's sequences that are queried at one scheduler."""
 _TIMEOUT_SECONDS = 1.0
 
 
@@ -54,8 +55,9 @@ class RunningTraces:
     def requests(
         self, may_see: Callable[[str], bool], limit: int, order: Order
     ) -> list[StoredTrace]:
-        """Returns at most `limit` traces, one for each request, with only the root span. When a
-        listed request ends, its trace is stored, so that it can be read later.
+        """Returns at most `limit` traces, one for each request, with only the root span. Requests
+        are omitted if `may_see` is false for the id of their caller. When a listed request ends,
+        its trace is stored, so that it can be read later.
         """
         records = [one for one in self._generating() if may_see(one.caller.caller_id)]
         if order is Order.NEWEST:
@@ -69,7 +71,7 @@ class RunningTraces:
     async def find(self, name: str, may_see: Callable[[str], bool]) -> StoredTrace | None:
         """Returns the trace with the id `name`, or the newest trace of a request that `name`
         identifies (see `is_called`). Returns None if there is no such request, or if `may_see` is
-        false for the id of its caller.
+        false for the id of its caller. When the request ends, its trace is stored.
         """
         for record in reversed(self._generating()):
             if record.trace_id == name.lower() or is_called(record.answer_id, name):
@@ -115,6 +117,9 @@ class RunningTraces:
 
 
 def _asked(record: RequestRecord) -> dict[str, scheduler_pb2.GetRunningSpansRequest]:
+    """Maps each scheduler's address to the query for the request's sequences there, with the parent
+    span of each sequence.
+    """
     asked: dict[str, scheduler_pb2.GetRunningSpansRequest] = defaultdict(
         scheduler_pb2.GetRunningSpansRequest
     )
@@ -133,6 +138,7 @@ def _asked(record: RequestRecord) -> dict[str, scheduler_pb2.GetRunningSpansRequ
 
 
 def _parts_so_far(answers: Iterable[ExportTraceServiceRequest]) -> EngineParts:
+    """Returns the parts of each sequence's time so far, which the schedulers' spans contain."""
     parts: dict[str, tuple[TimePart, ...]] = {}
     for answer in answers:
         for group in answer.resource_spans:

@@ -33,6 +33,7 @@ class AtMostPerMinute(Sampler):
         links: Sequence[Link] | None = None,
         trace_state: TraceState | None = None,
     ) -> SamplingResult:
+        """Returns the other sampler's decision, or DROP if the limit is reached."""
         result = self._sampler.should_sample(
             parent_context, trace_id, name, kind, attributes, links, trace_state
         )

@@ -34,8 +34,8 @@ def summary(trace: StoredTrace) -> Document:
 
 
 def turn_of(trace: StoredTrace, program: str) -> Document | None:
-    """Describes the request as a turn of an agent program. Returns None if it does not belong to
-    the program.
+    """Describes the request as a turn of an agent program: its number, and what ran before it.
+    Returns None if it does not belong to the program.
     """
     for one in trace.spans:
         if names.ATTR_PROGRAM.encode() not in one.encoded:
@@ -53,7 +53,9 @@ def turn_of(trace: StoredTrace, program: str) -> Document | None:
 
 
 def document(trace: StoredTrace) -> Document:
-    """Times are in seconds from the start of the first span."""
+    """Returns a trace with all its spans, in the order of `in_tree`. Times are in seconds from the
+    start of the first span.
+    """
     spans = [(one.service, trace_pb2.Span.FromString(one.encoded)) for one in trace.spans]
     start = min((span.start_time_unix_nano for _, span in spans), default=0)
     return {
@@ -121,6 +123,9 @@ def _error(span: trace_pb2.Span) -> str | None:
 
 
 def _time(root: StoredSpan | None) -> Document | None:
+    """Describes the request's time by a line of text, and by its parts, each with an explanation.
+    Returns None if the request's root span is not stored yet.
+    """
     if root is None:
         return None
     span = trace_pb2.Span.FromString(root.encoded)

@@ -30,6 +30,7 @@ export class Chat {
     byId("chat-settings").addEventListener("toggle", () => this.#listModels());
   }
 
+  /** Offers the model and its adapters for selection. */
   async #listModels() {
     const { data } = await get("v1/models");
     const chosen = byId("chat-model").value || this.model;

@@ -46,6 +46,7 @@ function card(replica, problem) {
   return made;
 }
 
+/** Returns the state of a replica as a text. */
 export function stateOf(replica) {
   if (!replica.ready) return replica.reason || "not ready";
   const stats = replica.stats;

@@ -17,6 +17,7 @@ export class Traces {
     byId("waterfall-close").addEventListener("click", () => byId("waterfall").close());
   }
 
+  /** Lists running requests and stored traces. */
   async list() {
     const order = byId("trace-order").value;
     const { are_kept, num_kept, traces } = await get(`traces?limit=30&order=${order}`);

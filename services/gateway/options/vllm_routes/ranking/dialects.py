@@ -48,7 +48,9 @@ async def pooling_request(
 
 
 class RerankDialect:
-    """Writes the documents by descending score. Equal scores keep the order of the request."""
+    """Writes the documents in descending order of their scores. Documents with equal scores keep
+    the order of the request.
+    """
 
     operation = names.GENAI_OPERATION_SCORE
     id_prefix = "rerank"

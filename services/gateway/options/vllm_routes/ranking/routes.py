@@ -1,4 +1,4 @@
-"""The routes /classify, /pooling and /rerank."""
+"""The routes /classify, /pooling and /rerank. /rerank has three paths."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -37,6 +37,7 @@ OPERATIONS = {
     CLASSIFY: ClassifyApi.operation,
     POOLING: PoolingDialect.operation,
 }
+"""Maps each path to the name of its operation in traces and metrics."""
 BODIES: Mapping[str, type[BaseModel]] = {
     RERANK: RerankBody,
     CLASSIFY: ClassifyBody,
@@ -71,7 +72,7 @@ class RankingRoutes:
         return self._generation.reply(request, PoolingBody, pooling_request, PoolingDialect)
 
     def routes(self, headers: tuple[RequestHeader, ...]) -> Sequence[Route]:
-        """`headers` are the request headers that all routes read."""
+        """Returns the routes. `headers` are the request headers that all routes read."""
         pooling = partial(computed_route, tag="pooling", headers=headers)
         return (
             pooling(RERANK, self.rerank, answers.Ranking, body=RerankBody),

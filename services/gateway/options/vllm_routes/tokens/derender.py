@@ -32,13 +32,16 @@ from services.gateway.options.vllm_routes.tokens.render import check_renders
 
 @dataclass(frozen=True, slots=True)
 class _Read:
+    """Answers that were converted from tokens to text, and their token counts."""
+
     answers: Sequence[Answer]
     usage: Usage
 
 
 async def derendered_chat(body: DerenderChatBody, inference: Inference) -> dict[str, Any]:
-    """The tools and the reasoning format of the body's chat request determine how the text is
-    parsed. Raises InvalidArgument if the body is invalid.
+    """Converts generated tokens to a chat completion. The tools and the reasoning format of the
+    body's chat request determine how the text is parsed. Raises InvalidArgument if the body is
+    invalid.
     """
     given = body.generate_response
     choices = given.choices
@@ -64,8 +67,8 @@ async def derendered_chat(body: DerenderChatBody, inference: Inference) -> dict[
 async def derendered_completion(
     body: DerenderCompletionBody, inference: Inference
 ) -> dict[str, Any]:
-    """The body has one answer of /inference/v1/generate for each prompt. Raises InvalidArgument if
-    the body is invalid.
+    """Converts generated tokens to a text completion. The body has one answer of
+    /inference/v1/generate for each prompt. Raises InvalidArgument if the body is invalid.
     """
     given = body.generate_responses
     _check_size(given, inference)
@@ -112,7 +115,9 @@ def _check_size(responses: Sequence[GeneratedTokensBody], inference: Inference) 
 
 
 def _within(name: str, error: StepwellError) -> StepwellError:
-    """Adds the body's field `name` to the path of an error's invalid field."""
+    """Returns an error about the request in the body's field `name`, with the invalid field's path
+    in the whole body.
+    """
     field = name if error.field is None else f"{name}.{error.field}"
     return type(error)(f"{name}: {error.message}", field=field, reason=error.error_reason)
 
@@ -123,7 +128,7 @@ async def _read(
     num_prompt_tokens: int,
     inference: Inference,
 ) -> _Read:
-    """Converts the tokens of each choice to text, in a thread."""
+    """Converts the tokens of each choice to the answer with the same index, in a thread."""
     has_rows = any(choice.rows for choice in choices)
     request = replace(request, sampling=replace(request.sampling, logprobs=0 if has_rows else None))
     sequences = to_engine_requests(request, inference.limits(), seed=0, arrival_unix_nanos=0)

@@ -1,5 +1,5 @@
-"""/inference/v1/generate: converts request bodies to requests, and answers to bodies or chunks of a
-stream.
+"""/inference/v1/generate: converts request bodies to requests, and answers to chunks of a stream or
+to whole bodies.
 """
 
 from collections.abc import Callable, Iterator, Sequence

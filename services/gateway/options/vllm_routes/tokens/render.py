@@ -106,6 +106,7 @@ async def _rendered(
 
 
 def _of_answers(body: CompletionBody | ChatCompletionBody) -> dict[str, Any]:
+    """Returns the fields of `sampling_params` that are copied from the body."""
     names = [name for name in TokenSamplingBody.model_fields if name not in WRITTEN_NAMES]
     given = {name: value for name in names if (value := getattr(body, name, None)) is not None}
     return {**given, "n": body.n or 1}

@@ -1,4 +1,6 @@
-"""The route /inference/v1/generate, and the routes /render and /derender, which need no replica."""
+"""The route /inference/v1/generate, and the routes /render and /derender of text and chat
+completions. The gateway answers requests to /render and /derender without a replica.
+"""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
@@ -44,6 +46,7 @@ B = TypeVar("B", CompletionBody, ChatCompletionBody, DerenderChatBody, DerenderC
 
 GENERATE_TOKENS = "/inference/v1/generate"
 OPERATIONS = {GENERATE_TOKENS: TokensDialect.operation}
+"""Maps the path to the name of its operation in traces and metrics."""
 BODIES: Mapping[str, type[BaseModel]] = {
     GENERATE_TOKENS: GenerateTokensBody,
     f"{COMPLETIONS}/derender": DerenderCompletionBody,

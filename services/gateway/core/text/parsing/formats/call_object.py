@@ -19,10 +19,11 @@ def read_call_object(
     """Reads {"name": …, "arguments": {…}}. "parameters" is also accepted as the key of the
     arguments.
 
-    Raises Malformed for an invalid text before both the name and the start of the arguments were
-    read. A call that is truncated later stays incomplete. An object without arguments is a call
-    with empty arguments, or raises Malformed if `needs_arguments` is true. If `names` is given, an
-    object with any other name raises Malformed.
+    A call starts when both its name and the start of its arguments were read. If the text turns out
+    to be invalid before that, Malformed is raised, and this function's caller treats the text as
+    content. A call that is truncated after its start stays incomplete. An object without arguments
+    is a call with empty arguments, or raises Malformed if `needs_arguments` is true. If `names` is
+    given, an object with any other name raises Malformed.
     """
     call = _Call(sink, reader, names)
     try:
@@ -51,8 +52,8 @@ def _read_members(reader: Reader, member: Callable[[str], Reading[None]]) -> Rea
 
 
 class _Call:
-    """Puts a call into the sink while the call's object is read. The name and the arguments may be
-    in any order.
+    """Puts a call into the sink while the members of the call's object are read. The name and the
+    arguments may be in any order.
     """
 
     def __init__(self, sink: Sink, reader: Reader, names: Container[str] | None) -> None:
@@ -75,6 +76,7 @@ class _Call:
             yield from self._reader.json_value(drop)
 
     def close(self, *, needs_arguments: bool) -> None:
+        """Ends the call, whose object has ended, or was truncated after the call's start."""
         if self.has_started:
             return
         if self._name is None or needs_arguments:

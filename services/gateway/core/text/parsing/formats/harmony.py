@@ -39,7 +39,9 @@ def read_harmony(reader: Reader, sink: Sink) -> Reading[None]:
 
 
 def open_message(prompt: str) -> str:
-    """Returns the start of the unfinished message with which the prompt ends."""
+    """Returns the start of the unfinished message at the prompt's end, which the answer
+    continues.
+    """
     _, start, message = prompt.rpartition(_START)
     return message if start else ""
 

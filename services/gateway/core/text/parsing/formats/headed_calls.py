@@ -61,8 +61,8 @@ def read_deepseek_v31(reader: Reader, sink: Sink) -> Reading[None]:
 
 
 def _next_call(reader: Reader, sink: Sink) -> Reading[bool]:
-    """Reads up to the start of the next call. Returns whether there is one. Text outside the outer
-    tags is content. Text between calls is dropped.
+    """Reads up to the start of the next call. Returns whether there is one. A pair of outer tags
+    surrounds all calls. Text outside these tags is content. Text between calls is dropped.
     """
     take = sink.content if not sink.num_calls else drop
     marker = _CALLS_BEGIN

@@ -1,4 +1,6 @@
-"""Call formats in which a call is a JSON object."""
+"""Call formats in which a call is a JSON object: between tags (Hermes, Qwen), without tags
+(Llama 3), or in a list.
+"""
 
 import re
 from collections.abc import Container

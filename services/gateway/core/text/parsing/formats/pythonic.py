@@ -74,6 +74,7 @@ def _read_call(names: Container[str] | None, reader: Reader, sink: Sink) -> Read
 
 
 def _nested(reader: Reader, take: Take) -> Reading[None]:
+    """Reads a parenthesized text and passes it to `take`."""
     depth, size = 0, 0
 
     def counted(text: str) -> None:
@@ -99,6 +100,7 @@ def _nested(reader: Reader, take: Take) -> Reading[None]:
 
 
 def _to_json(arguments: str) -> str:
+    """Converts the keyword arguments of a call to JSON. The values must be literals."""
     try:
         call = ast.parse("f" + arguments, mode="eval").body
         if not isinstance(call, ast.Call) or call.args:
@@ -115,5 +117,7 @@ def _literal(node: ast.expr) -> object:
 
 
 class _JsonNames(ast.NodeTransformer):
+    """Replaces the names true, false and null of JSON by Python's values."""
+
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_NAMES[node.id]) if node.id in _NAMES else node

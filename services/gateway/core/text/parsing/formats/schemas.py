@@ -18,20 +18,24 @@ _IMPLIED: dict[str, frozenset[str]] = {
     "string": frozenset({"pattern", "minLength", "maxLength", "format"}),
     "number": frozenset({"minimum", "maximum", "multipleOf", "exclusiveMinimum"}),
 }
-"""A schema without `type` that has one of these keywords allows only the implied type."""
+"""Maps each type to the schema keywords that imply it. A schema without `type` that has one of
+these keywords allows only the implied type.
+"""
 _ANY = frozenset({"string", "integer", "number", "boolean", "null", "object", "array"})
 _PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
 _MAX_SCHEMAS = 256
+"""Limit on the number of schemas that are visited for one value."""
 _MAX_LITERAL_CHARACTERS = 65_536
 
 
 def typed_value(schemas: Schemas, tool: str, key: str, text: str) -> str:
-    """Converts the value of the tool's parameter `key` from plain text to JSON. If the text cannot
-    be read as a value of a type that the parameter's schema allows, returns the text as a JSON
-    string.
+    """Converts the value of the tool's parameter `key` from plain text to JSON. If the text can be
+    read as a value of a type that the parameter's schema allows, returns this value. Otherwise, or
+    if the parameter has no schema, returns the text as a JSON string.
 
-    If the schema allows strings and other types, the other types are preferred, unless an
-    enumeration contains the text as a string.
+    References, alternatives and enumerations of the schema are evaluated. If the schema allows
+    strings and other types, the other types are preferred, unless an enumeration contains the text
+    as a string.
     """
     root = schemas.get(tool, {})
     found = _Schema(root)
@@ -55,8 +59,8 @@ def is_json(text: str) -> bool:
 
 
 class _Schema:
-    """At most _MAX_SCHEMAS subschemas are visited, and references from a schema to itself are
-    ignored, so that every evaluation ends.
+    """The schema of one tool. At most _MAX_SCHEMAS subschemas are visited, and references from a
+    schema to itself are ignored, so that every evaluation ends.
     """
 
     def __init__(self, root: Mapping[str, Any]) -> None:
@@ -64,6 +68,7 @@ class _Schema:
         self._num_left = _MAX_SCHEMAS
 
     def of_property(self, schema: object, key: str) -> dict[str, Any] | None:
+        """Returns the schema of an object's property, or None if the property has no schema."""
         found: list[object] = []
         others: list[object] = []
         for one in self._all(schema, set()):
@@ -85,6 +90,7 @@ class _Schema:
         return self._types(schema, frozenset()) or frozenset()
 
     def _all(self, schema: object, seen: set[int]) -> Iterator[Mapping[str, Any]]:
+        """Yields the schema, and all schemas that its references and alternatives lead to."""
         if not isinstance(schema, Mapping) or id(schema) in seen or not self._takes_one():
             return
         seen.add(id(schema))
@@ -164,6 +170,7 @@ def _types_of(value: object) -> frozenset[str]:
 
 
 def _is_whole(value: object, types: frozenset[str]) -> bool:
+    """Whether a float must be written as an integer, since only integers are allowed."""
     return isinstance(value, float) and "number" not in types
 
 

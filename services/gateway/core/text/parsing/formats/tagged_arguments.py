@@ -15,7 +15,7 @@ _NAME_ATTRIBUTE = re.compile(r'name\s*=\s*"([^"]*)"')
 
 @dataclass(frozen=True, slots=True)
 class _Tags:
-    """The `outer` tags surround all calls."""
+    """The tags of a format. The `outer` tags surround all calls."""
 
     outer_open: str
     outer_close: str
@@ -28,9 +28,11 @@ class _Tags:
     are the schemas, the tool's name, the text of the value's tag, and the value's text.
     """
     name: Callable[[str], str]
+    """A function that returns the tool's name from the text of a call's tag."""
 
     @property
     def marks(self) -> tuple[str, ...]:
+        """All tags. Some may be special tokens of the model."""
         outer = self.outer_open, self.outer_close
         return (*outer, self.call_open, self.call_close, self.value_open, self.value_close)
 

@@ -21,7 +21,9 @@ class CachedEstimate:
         self._chain_keys = ChainKeys(_MAX_SEGMENTS)
 
     def num_cached_tokens(self, request: EngineRequest) -> int:
-        """Returns the number of cached tokens, which is less than the prompt's length."""
+        """Returns the number of cached tokens of the prompt, which is less than the prompt's
+        length. The result is 0 if the directory knows no cached prefix.
+        """
         served = next((one.description for one in self._replicas() if one.is_ready), None)
         if served is None or request.prompt_embeds is not None or request.skip_reading_prefix_cache:
             return 0

@@ -1,4 +1,6 @@
-"""Counts tenants' requests and tokens in this process."""
+"""Counts tenants' requests and tokens in this process. Used if Redis is not configured, and while
+Redis is unavailable.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -79,8 +81,8 @@ class MemoryLimits:
         )
 
     def begin(self, limits: LimitSet, requests_level: int, tokens_level: int) -> None:
-        """Sets the levels of a tenant's limits (the remaining amounts), unless they are already
-        counted here.
+        """Sets the levels of a tenant's limits, the amounts that are left, unless they are already
+        counted here. The given levels are this gateway's part of the tenant's levels in Redis.
         """
         state = self._states.setdefault(limits.tenant_id, _State(at=self._now_millis()))
         if state.requests is None and state.tokens is None:
@@ -101,8 +103,8 @@ class MemoryLimits:
 def _refusal(
     limits: LimitSet, change: Change, requests: int, tokens: int, slots: dict[str, int]
 ) -> tuple[Quota | None, int]:
-    """Returns the limit that refuses a change at these levels, or None, and the milliseconds until
-    the change would be allowed, or 0 if this time is not known.
+    """Returns the limit that refuses a change at these levels, or None if no limit refuses it, and
+    the milliseconds until the change would be allowed, or 0 if this time is not known.
     """
     limit = limits.requests_per_minute
     if limit is not None and change.num_requests > 0:

@@ -1,10 +1,10 @@
 """The rule by which tenants' limits are counted. It uses integers, so that the store in memory and
 the store in Redis compute equal results.
 
-A limit per minute is a token bucket, which starts full. Its capacity is one minute's amount. The
-level of a bucket, the amount that is left, is in units of 1/60,000 of a request or token, so a
-bucket with a limit of n per minute gains n units per millisecond. A level is negative if an answer
-used more tokens than were reserved for it.
+A limit per minute is a token bucket. Its capacity is one minute's amount. It starts full, so a
+burst of one minute's amount is allowed. The level of a bucket, the amount that is left, is in units
+of 1/60,000 of a request or token, so a bucket with a limit of n per minute gains n units per
+millisecond. A level is negative if an answer used more tokens than were reserved for it.
 
 Each concurrent request of a tenant occupies a slot, which has a name and a deadline. The gateway
 renews the slot before the deadline, so the slots of a dead gateway become free.
@@ -32,7 +32,7 @@ class Quota(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class LimitSet:
-    """The limits of one tenant, where None means no limit."""
+    """The limits of one tenant. A field that is None means no limit."""
 
     tenant_id: str
     requests_per_minute: int | None = None
@@ -57,7 +57,9 @@ class LimitSet:
         )
 
     def divided(self, num_gateways: int) -> "LimitSet":
-        """Returns one gateway's part of the limits, at least 1 of each limit."""
+        """Returns one gateway's part of the limits, which are divided equally among `num_gateways`
+        gateways. The part of each limit is at least 1.
+        """
 
         def share(limit: int | None) -> int | None:
             return None if limit is None else max(1, limit // num_gateways)
@@ -71,8 +73,8 @@ class LimitSet:
 
 
 class SlotChange(enum.Enum):
-    """The effect of a change on the request's slot: HOLD occupies or renews it, and RELEASE frees
-    it.
+    """The effect of a change on the request's slot. HOLD occupies or renews the slot, RELEASE frees
+    it, and KEEP has no effect.
     """
 
     KEEP = 0
@@ -113,7 +115,9 @@ class Standing:
 
 
 def refilled(level: int | None, limit: int, elapsed_millis: int) -> int:
-    """A `level` of None means a new bucket, which is full."""
+    """Returns the level that a bucket has `elapsed_millis` after it had `level`. None means a new
+    bucket, which is full.
+    """
     full = limit * UNITS
     if level is None:
         return full
@@ -122,7 +126,7 @@ def refilled(level: int | None, limit: int, elapsed_millis: int) -> int:
 
 
 def needed_level(amount: int, limit: int) -> int:
-    """A full bucket allows any amount."""
+    """Returns the level at which a bucket allows an amount. A full bucket allows any amount."""
     return min(amount, limit) * UNITS
 
 

@@ -41,7 +41,7 @@ class LimitStore(Protocol):
         ...
 
     async def run(self) -> None:
-        """Maintains the store until cancelled."""
+        """Maintains the store until cancelled, for example renews leases."""
         ...
 
 
@@ -52,10 +52,13 @@ _SHORTEST_RETRY_SECONDS = 0.1
 
 
 _NOT_THE_CLIENTS = (ResourceExhausted, Unavailable, InternalError)
+"""Errors that the client did not cause."""
 
 
 class LimitReached(QuotaExceeded):
-    """The tenant has reached a limit. `standing` has the remaining amounts of all limits."""
+    """A tenant has exceeded one of its limits. `standing` has the remaining amounts of all
+    limits.
+    """
 
     def __init__(self, limits: LimitSet, standing: Standing, num_tokens: int = 0) -> None:
         quota = standing.refused_by or Quota.CONCURRENCY
@@ -92,7 +95,8 @@ def _sentence(limits: LimitSet, standing: Standing, num_tokens: int) -> str:
 class TenantLimits:
     """Admits requests within their tenants' limits.
 
-    1. Before a request's body is read, the request is counted and occupies a slot.
+    1. Before a request's body is read, the request is counted in the tenant's requests per minute,
+       and occupies a slot of the tenant's concurrent requests.
     2. When the prompt is tokenized, tokens are reserved: the prompt tokens that are not expected to
        be cached, and the maximum length of the answer.
     3. At the request's end, the slot is released, and unused tokens are returned.
@@ -104,15 +108,17 @@ class TenantLimits:
         process_name: str,
         num_cached_tokens: Callable[[EngineRequest], int],
     ) -> None:
-        """`process_name` distinguishes this gateway's slots from other gateways' slots."""
+        """`process_name` distinguishes this gateway's slots from other gateways' slots.
+        `num_cached_tokens` estimates how many tokens of a prompt are cached.
+        """
         self._store = store
         self._process_name = process_name
         self._numbers = itertools.count(1)
         self._num_cached_tokens = num_cached_tokens
 
     async def admit(self, tenant: Caller) -> "Allowance | None":
-        """Returns None if the tenant has no limits. Raises LimitReached if the request would exceed
-        a limit.
+        """Counts a request towards its tenant's limits. Returns None if the tenant has no limits.
+        Raises LimitReached if the request would exceed a limit.
         """
         if not isinstance(tenant, Tenant) or (limits := LimitSet.of(tenant)).is_empty:
             return None
@@ -144,6 +150,7 @@ class Allowance:
         self.tenant = tenant
         self.limits = limits
         self.standing = standing
+        """The levels of the tenant's limits after the last change."""
         self._slot = slot
         self._store = store
         self._num_cached_tokens = num_cached_tokens
@@ -174,8 +181,8 @@ class Allowance:
         self._generation, self._num_reserved = generation, num_tokens
 
     def close(self, *, was_refused: bool = False) -> None:
-        """If `was_refused` is true, the request does not count towards the requests per minute,
-        because it was refused for another reason than its tenant's limits.
+        """Ends the request. If `was_refused` is true, the request does not count towards the
+        requests per minute, because it was refused for another reason than its tenant's limits.
         """
         kept = self._kept_source()
         num_used = self._num_reserved if kept is not None else self._num_used()
@@ -193,12 +200,18 @@ class Allowance:
             kept.when_making_ends(self._give_back_unused)
 
     def _kept_source(self) -> KeptSource | None:
+        """Returns the source that may continue to generate the answer after the request's end, if
+        there is one.
+        """
         generation = self._generation
         if generation is None or len(generation.finish_reasons()) == len(generation.choices):
             return None
         return generation.source
 
     def _give_back_unused(self, made: Made) -> None:
+        """Returns unused tokens to the limit, after the end of an answer that was generated further
+        without its client.
+        """
         if self._generation is None:
             return
         num_used = 0
@@ -213,6 +226,9 @@ class Allowance:
             self._store.give_back(self.limits, change)
 
     def _demand(self, generation: Generation, limit: int) -> int:
+        """Returns the largest number of tokens that a request may use: the prompts' uncached
+        tokens, and the maximum lengths of the answers.
+        """
         request = generation.request
         firsts = generation.sequences[:: request.num_candidates]
         num_uncached = sum(

@@ -15,11 +15,13 @@ class ReplicaCapacity(Protocol):
 
     @property
     def num_slots(self) -> int | None:
-        """Number of slots, or None while the replica's `max_num_seqs` is not known."""
+        """Number of slots for sequences at this replica, or None while the replica's `max_num_seqs`
+        is not known.
+        """
 
     @property
     def num_free_slots(self) -> int:
-        """Number of free slots, negative while sequences wait at the replica."""
+        """Number of slots without a sequence, negative while sequences wait at the replica."""
 
     @property
     def queue(self) -> QueueState | None:
@@ -32,7 +34,7 @@ class Capacity:
 
     num_slots: int
     num_free: int
-    """Number of free slots, negative while sequences wait at the replicas."""
+    """Number of free slots. It is negative while sequences wait at the replicas."""
     seconds_per_request: float = 0.0
     """Mean seconds between two requests' ends while all slots are occupied, or 0 if unknown."""
     service_seconds: float = 0.0

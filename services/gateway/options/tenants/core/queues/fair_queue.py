@@ -19,9 +19,11 @@ _order: Callable[[tuple[Order, object]], Order] = itemgetter(0)
 
 @dataclass(slots=True)
 class _Line(Generic[T]):
+    """The queue of one tenant, sorted by Order."""
+
     tenant: Tenant
     served: float = 0.0
-    """The tenant's charged tokens divided by its weight."""
+    """The tenant's virtual token counter: charged tokens divided by the tenant's weight."""
     items: list[tuple[Order, T]] = field(default_factory=list)
 
 
@@ -39,13 +41,14 @@ class FairQueue(Generic[T]):
     def __init__(self) -> None:
         self._lines: dict[str, _Line[T]] = {}
         self._served_last = 0.0
-        """The counter of the tenant served last, before the tenant's last item was charged."""
+        """The counter of the tenant served last, before its last item was charged."""
         self._num_waiting = 0
 
     def __len__(self) -> int:
         return self._num_waiting
 
     def __iter__(self) -> Iterator[T]:
+        """Iterates over a copy of all items, grouped by tenant."""
         return iter([item for line in self._lines.values() for _, item in line.items])
 
     def add(self, tenant: Tenant, order: Order, item: T, credit_tokens: float = 0.0) -> None:
@@ -57,7 +60,9 @@ class FairQueue(Generic[T]):
         self._num_waiting += 1
 
     def take(self, may_be_next: Callable[[Tenant], bool]) -> T | None:
-        """Removes and returns the next item of the tenants for which `may_be_next` is true."""
+        """Removes and returns the next item of the tenants for which `may_be_next` is true, or
+        returns None if there is no such item.
+        """
         waiting = [line for line in self._lines.values() if line.items]
         for line in sorted(waiting, key=lambda line: (line.served, line.items[0][0])):
             if may_be_next(line.tenant):
@@ -67,7 +72,7 @@ class FairQueue(Generic[T]):
         return None
 
     def remove(self, tenant: Tenant, order: Order) -> None:
-        """Raises KeyError if the tenant has no item with this order."""
+        """Removes the tenant's item with this order. Raises KeyError if there is no such item."""
         items = self._lines[tenant.caller_id].items
         index = bisect_left(items, order, key=_order)
         if index == len(items) or items[index][0] != order:
@@ -76,7 +81,7 @@ class FairQueue(Generic[T]):
         self._num_waiting -= 1
 
     def charge(self, tenant: Tenant, num_tokens: float) -> None:
-        """A negative number corrects an earlier charge."""
+        """Charges tokens to a tenant. A negative number corrects an earlier charge."""
         self._line(tenant).served += num_tokens / tenant.weight
 
     def lags(self) -> Iterator[tuple[Tenant, float]]:

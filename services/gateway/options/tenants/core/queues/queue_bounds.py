@@ -28,7 +28,9 @@ class QueueBounds:
     max_queue_seconds: float
 
     def check_number(self, tenant: Tenant, num_waiting: int, share: float) -> None:
-        """`share` is the tenant's weight divided by the sum of all tenants' weights."""
+        """Raises TenantQueueFull if a queue with `num_waiting` sequences is full. `share` is the
+        tenant's weight divided by the sum of all tenants' weights.
+        """
         most = min(self.max_num_waiting, max(1, int(self.max_total_waiting * share)))
         if num_waiting >= most:
             raise _queue_full(
@@ -40,7 +42,7 @@ class QueueBounds:
     ) -> None:
         """Raises TenantQueueFull if `wait`, the expected wait in seconds, exceeds
         `max_queue_seconds`. Raises DeadlineExceeded if the request would not end within
-        `timeout_seconds`.
+        `timeout_seconds`. `service_seconds` is the request's expected running time.
         """
         if self.max_queue_seconds and wait > self.max_queue_seconds:
             excess = wait - self.max_queue_seconds
@@ -79,8 +81,8 @@ def expected_wait(
     """Returns the expected seconds until a sequence is sent to a replica. `num_ahead` sequences of
     the same tenant wait before this sequence.
 
-    The estimate assumes that other tenants' sequences are sent in proportion to the tenants'
-    weights, and that tenants without waiting sequences keep their slots.
+    The estimate assumes that waiting sequences of other tenants are sent in proportion to the
+    tenants' weights, and that tenants without waiting sequences keep their slots.
     """
     num_before, num_kept = float(num_ahead), 0
     for usage in others:
@@ -104,7 +106,9 @@ def _queue_full(tenant: Tenant, why: str, excess_seconds: float) -> TenantQueueF
 
 
 def too_late(deadline: float | None) -> StepwellError:
-    """Returns DeadlineExceeded if the client set a deadline, and otherwise ResourceExhausted."""
+    """Returns the error of a sequence that was not sent to a replica in time: DeadlineExceeded if
+    the client set a deadline, and otherwise ResourceExhausted.
+    """
     message = "the request waited in the gateway's queue longer than the time limit"
     if deadline is not None:
         return DeadlineExceeded(message, reason="QUEUE_TIMEOUT")

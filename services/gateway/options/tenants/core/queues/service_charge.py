@@ -59,14 +59,19 @@ class ServiceCharge:
         return self.num_prompt_tokens + OUTPUT_WEIGHT * self.expected_output_tokens
 
     def difference(self, num_output_tokens: int) -> float:
-        """The correction is negative if there were fewer tokens than expected."""
+        """Returns the correction of the charge when the sequence leaves the replica after
+        generating `num_output_tokens` there. It is negative if there were fewer tokens than
+        expected.
+        """
         return OUTPUT_WEIGHT * (num_output_tokens - self.expected_output_tokens)
 
 
 def charge_for(
     inflight: Inflight, route: RoutingDecision, mean_output_tokens: float, now: float
 ) -> ServiceCharge:
-    """`mean_output_tokens` is the mean length of the tenant's answers."""
+    """Returns the charge for a sequence that is sent by `route` at the time `now`, in seconds on
+    the event loop's clock. `mean_output_tokens` is the mean length of the tenant's answers.
+    """
     request, num_output = inflight.request, len(inflight.output_token_ids)
     num_prompt = 0 if num_output else len(request.prompt_token_ids) - route.num_cached_tokens
     most = (request.sampling.max_tokens or 0) - num_output

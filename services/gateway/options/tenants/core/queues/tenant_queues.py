@@ -1,5 +1,5 @@
 """Queues tenants' sequences (the prompt and one answer of a request), and sends them while the
-replicas have free slots.
+replicas have free slots. Each tenant has a fair share of the slots for running sequences.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +33,9 @@ from services.gateway.options.tenants.core.queues.waiter import Waiter, WaitReas
 from services.gateway.options.tenants.core.tenant import Tenant
 
 _SHARE_OF_NEWEST = 0.1
+"""Weight of the newest answer's length in its tenant's moving mean of answer lengths."""
 _SWEEP_SECONDS = 0.1
+"""Seconds between two searches for sequences that can no longer start in time."""
 _ENDED_AT_A_TIME = 2
 """Limit on the number of sequences that time out in one iteration of the event loop, because all
 sequences of a burst time out together, and writing an error to each client takes time.
@@ -42,14 +44,18 @@ sequences of a burst time out together, and writing an error to each client take
 
 class TenantQueues(Admission):
     """Queues sequences at the gateway while the replicas have no slot for them, so that the
-    replicas' own queues stay short. Each tenant has its own queue.
+    replicas' own queues stay short. Each tenant has its own queue. The length of each queue and the
+    wait in it are limited.
 
-    1. `FairShares` determines which tenants may occupy a slot. `FairQueue` chooses the next one of
+    1. `add` queues a sequence. `admit` sends the sequences that may occupy a slot. `admit` is
+       called whenever a slot may have become free: when a sequence leaves its replica, and when a
+       replica reports its load.
+    2. `FairShares` determines which tenants may occupy a slot. `FairQueue` chooses the next one of
        these tenants. A tenant's sequences are sent by priority, then in order of arrival.
-    2. If no slot is free while a tenant below its share waits, sequences of tenants above their
+    3. If no slot is free while a tenant below its share waits, sequences of tenants above their
        shares are preempted. A preempted sequence is aborted at its replica, and queued again with
        its generated tokens.
-    3. When a sequence is sent, its tenant is charged for the prompt tokens and for the expected
+    4. When a sequence is sent, its tenant is charged for the prompt tokens and for the expected
        output tokens. When the sequence leaves its replica, the charge is corrected.
     """
 
@@ -62,8 +68,9 @@ class TenantQueues(Admission):
         capacity: Callable[[], Capacity | None],
         send: Callable[[Inflight], object],
     ) -> None:
-        """`arrivals` counts the requests that will be queued next. While `capacity` returns None,
-        sequences are sent without regard to slots and shares.
+        """`arrivals` counts the requests that will be queued next. `capacity` returns the current
+        capacity of all ready replicas. While it is unknown (None), sequences are sent without
+        regard to slots and shares. `send` sends a sequence to a replica.
         """
         self.slots = Slots(clock.time)
         self._clock = clock
@@ -75,18 +82,22 @@ class TenantQueues(Admission):
         self._waiters: dict[Inflight, Waiter] = {}
         self._charges: dict[Inflight, ServiceCharge] = {}
         self._starting: set[Inflight] = set()
+        """Sequences that were sent, but that no replica has reported as scheduled yet."""
         self._is_sweeping = False
 
     def __len__(self) -> int:
         return len(self._waiters)
 
     def __iter__(self) -> Iterator[Inflight]:
+        """Iterates over a copy of the waiting sequences."""
         return iter(list(self._waiters))
 
     def queued(self) -> list[Queued]:
         now = self._clock.time()
         waiters = self._waiters.values()
         return [Queued(waiter.inflight, waiter.reason, now - waiter.began) for waiter in waiters]
+
+    # New requests and sequences.
 
     def check_room(self, tenant: Caller, deadline: float | None) -> None:
         """Raises TenantQueueFull if the tenant's queue is full, or if a request would wait in it
@@ -110,7 +121,9 @@ class TenantQueues(Admission):
         return isinstance(inflight.request.caller, Tenant) and not inflight.was_accepted
 
     def add(self, inflight: Inflight) -> None:
-        """If the queue is full, the sequence fails with TenantQueueFull."""
+        """Queues a sequence, and sends it at once if its tenant may occupy a slot and no other
+        sequence is before it. If the queue is full, the sequence fails with TenantQueueFull.
+        """
         tenant = _tenant(inflight)
         for idle in self.slots.drop_idle():
             self._queue.forget(idle)
@@ -137,9 +150,12 @@ class TenantQueues(Admission):
             self._queue.remove(_tenant(inflight), _order(inflight))
             self._remove(waiter)
 
+    # Occupying and freeing slots.
+
     def admit(self) -> None:
         """Sends waiting sequences until no waiting tenant may occupy a slot. Sequences that can no
-        longer start in time fail.
+        longer start in time fail. After _ENDED_AT_A_TIME of them, `admit` continues in the next
+        iteration of the event loop.
         """
         num_late = 0
         while self._waiters and num_late < _ENDED_AT_A_TIME:
@@ -172,6 +188,7 @@ class TenantQueues(Admission):
         return with_slot
 
     def sent(self, inflight: Inflight, route: RoutingDecision) -> None:
+        """Counts the slot of a sequence that was sent to a replica, and charges its tenant."""
         tenant = inflight.request.caller
         if not isinstance(tenant, Tenant):
             return
@@ -184,11 +201,14 @@ class TenantQueues(Admission):
         self._queue.charge(tenant, charge.num_tokens)
 
     def started(self, inflight: Inflight) -> None:
+        """Called when a sequence was scheduled. Sends waiting sequences, which may now start."""
         if self._end_start(inflight):
             self.admit()
 
     def left(self, inflight: Inflight) -> None:
-        """Does nothing if the sequence had no slot."""
+        """Frees the slot of a sequence that ended or was lost, and then sends waiting sequences.
+        Does nothing if the sequence had no slot.
+        """
         charge = self._charges.get(inflight)
         if charge is not None:
             self._free_slot(inflight)
@@ -206,6 +226,7 @@ class TenantQueues(Admission):
         return True
 
     def _free_slot(self, inflight: Inflight) -> None:
+        """Frees a sequence's slot, and replaces the estimate in its charge by the real tokens."""
         charge = self._charges.pop(inflight)
         self._end_start(inflight)
         tenant = _tenant(inflight)
@@ -219,8 +240,8 @@ class TenantQueues(Admission):
         return lambda tenant: shares.may_take_slot(self.slots.usage(tenant))
 
     def _preempt(self) -> FairShares | None:
-        """Returns the tenants' shares after the preemptions, or None if the replicas' capacity is
-        not known.
+        """Preempts sequences until no tenant must free a slot. Returns the tenants' shares after
+        that, or None if the replicas' capacity is not known.
         """
         while (capacity := self._capacity()) is not None:
             lags = self._queue.lags()
@@ -232,8 +253,8 @@ class TenantQueues(Admission):
         return None
 
     def _victim(self, tenant: Tenant) -> Inflight:
-        """Returns the tenant's sequence with the largest `priority` number, then with the fewest
-        preemptions so far, then with the latest arrival.
+        """Returns the tenant's sequence to preempt: the sequence with the largest `priority`
+        number, then with the fewest preemptions so far, then with the latest arrival.
         """
         running = (one for one in self._charges if one.request.caller.caller_id == tenant.caller_id)
         return max(
@@ -267,12 +288,14 @@ class TenantQueues(Admission):
         self._send(inflight)
 
     def _credit(self, usage: TenantUsage, capacity: Capacity | None) -> float:
-        """The credit in the FairQueue is the charge for one answer of mean length on each slot of
-        the tenant's share.
+        """Returns the tenant's credit in the FairQueue: the charge for as many answers of mean
+        length as the tenant's share has slots.
         """
         if capacity is None:
             return 0.0
         return usage.tokens_of(capacity.num_slots * self.slots.share(usage.tenant))
+
+    # Timeouts.
 
     def _sweep_later(self, seconds: float = _SWEEP_SECONDS) -> None:
         if self._waiters and not self._is_sweeping:
@@ -280,6 +303,9 @@ class TenantQueues(Admission):
             self._clock.call_at(self._clock.time() + seconds, self._sweep)
 
     def _sweep(self) -> None:
+        """Ends at most _ENDED_AT_A_TIME sequences that can no longer start in time, and further
+        ones in later iterations of the event loop.
+        """
         self._is_sweeping = False
         capacity = self._capacity()
         waiters = self._waiters.values()
@@ -291,7 +317,7 @@ class TenantQueues(Admission):
         self._sweep_later(0.0 if len(late) > _ENDED_AT_A_TIME else _SWEEP_SECONDS)
 
     def _is_too_late(self, waiter: Waiter, capacity: Capacity | None) -> bool:
-        """A preempted sequence is never too late."""
+        """Whether a sequence can no longer start in time. For a preempted sequence it is false."""
         if waiter.was_preempted:
             return False
         request = waiter.inflight.request
@@ -300,6 +326,9 @@ class TenantQueues(Admission):
         return latest is not None and latest <= self._clock.time()
 
     def _service_seconds(self, tenant: Tenant, capacity: Capacity | None) -> float:
+        """Returns a running time in seconds that few sequences of the tenant exceed, or 0 if no
+        time was measured.
+        """
         usual = self.slots.service_time(tenant).longest_usual
         return usual if capacity is None else max(usual, capacity.service_seconds)
 

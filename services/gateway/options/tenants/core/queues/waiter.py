@@ -17,6 +17,7 @@ class WaitReason(enum.StrEnum):
     had too many sequences that had not run a step yet.
     """
     TURN = "turn"
+    """Other sequences of the same tenant waited before this sequence."""
     PREEMPTED = "preempted"
     """The sequence was preempted in favor of a tenant below its share."""
 
@@ -26,9 +27,11 @@ class Waiter:
     inflight: Inflight
     reason: WaitReason
     num_ahead: int
+    """Number of the tenant's sequences that were already waiting when this sequence arrived."""
     began: float
+    """Time when the wait began, in seconds on the event loop's clock."""
     was_preempted: bool = False
-    """If it is true, the limit on the waiting time does not apply."""
+    """Whether the sequence was preempted, so that the limit on the waiting time does not apply."""
     has_to_wait: bool = False
     """Whether the sequence was not sent at once. If true, its wait is recorded when it is sent."""
 
