@@ -23,7 +23,7 @@ FURTHER = {
     "simulated": {"StatefulSet", "Pod"},
     "everything": {
         *("StatefulSet", "Pod", "HorizontalPodAutoscaler", "InferencePool"),
-        *("ServiceMonitor", "PrometheusRule", "PersistentVolumeClaim"),
+        *("ServiceMonitor", "PrometheusRule", "PersistentVolumeClaim", "ConfigMap"),
     },
     "groups": {"StatefulSet", "Pod", "Certificate", "Issuer"},
     "stages": {"StatefulSet", "Pod"},
@@ -181,6 +181,19 @@ def test_the_rules_of_the_chart_are_those_of_prometheus(releases: dict[str, Rend
     groups = [group for file in files for group in yaml.safe_load(file.read_text())["groups"]]
     assert groups
     assert rules["spec"]["groups"] == groups
+
+
+def test_the_dashboards_of_the_chart_are_those_of_grafana(releases: dict[str, Rendered]) -> None:
+    found = {}
+    for config_map in releases["everything"].of("ConfigMap"):
+        assert config_map["metadata"]["labels"]["grafana_dashboard"] == "1"
+        assert config_map["metadata"]["annotations"] == {"grafana_folder": "LLM"}
+        found |= config_map["data"]
+    files = sorted((ROOT / "deploy" / "grafana" / "dashboards").glob("*.json"))
+    assert files
+    assert {name: json.loads(text) for name, text in found.items()} == {
+        file.name: json.loads(file.read_text()) for file in files
+    }
 
 
 def _missing(values: Any, schema: Any, root: Any, path: str) -> list[str]:
