@@ -13,6 +13,8 @@ from prometheus_client.registry import Collector, CollectorRegistry
 from prometheus_client.samples import Exemplar, Sample
 
 from services.common.process.watchdog import proc
+from services.common.rpc.protocol import own_release
+from services.common.telemetry.metric_specs import process, value_family
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OPEN_METRICS_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
@@ -33,7 +35,8 @@ class Exposition:
         labels: Mapping[str, str] | None = None,
     ) -> None:
         self._own = tuple(own)
-        self._shared = (ProcessCollector(proc=proc.PROC, registry=CollectorRegistry()), *shared)
+        of_process = ProcessCollector(proc=proc.PROC, registry=CollectorRegistry())
+        self._shared = (of_process, _BuildCollector(), *shared)
         self._labels = dict(labels or {})
         self._service = {"service": service}
 
@@ -54,6 +57,13 @@ class Exposition:
             *_text(self._shared, {**added, **self._service}, hidden_labels, exemplars=exemplars),
         ]
         return "".join(text).encode()
+
+
+class _BuildCollector(Collector):
+    def collect(self) -> Iterator[Metric]:
+        family, release = value_family(process.BUILD_INFO), own_release()
+        family.add_metric([release.version, str(release.protocol)], 1)
+        yield family
 
 
 def number_text(value: float) -> str:

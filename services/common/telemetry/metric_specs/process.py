@@ -1,4 +1,4 @@
-"""Metrics of every process: Prometheus' process metrics, certificates and sent spans."""
+"""Metrics of every process: Prometheus' process metrics, its version, certificates and spans."""
 
 from services.common.telemetry.metric_specs.spec import Source, Specs
 
@@ -21,6 +21,12 @@ PROCESS_START_TIME = _specs.gauge(
 PROCESS_OPEN_FDS = _specs.gauge("process_open_fds", "files", "Number of open file descriptors.")
 PROCESS_MAX_FDS = _specs.gauge(
     "process_max_fds", "files", "Maximum number of open file descriptors."
+)
+BUILD_INFO = _specs.gauge(
+    "stepwell_build_info",
+    "",
+    "Always 1; the labels have the version and the number of the protocol between services.",
+    *("version", "protocol"),
 )
 TLS_SECONDS_LEFT = _specs.gauge(
     "stepwell_tls_certificate_seconds_left",

@@ -1,6 +1,7 @@
 """Metrics in Prometheus' text format: added labels, merged texts, and exemplars."""
 
 from collections.abc import Iterable
+from importlib.metadata import version
 
 import pytest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -8,6 +9,7 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from services.common.rpc.protocol import PROTOCOL
 from services.common.telemetry.exposition import (
     Exposition,
     merged,
@@ -93,6 +95,8 @@ def test_every_process_has_the_standard_metrics_with_its_service() -> None:
     assert read["process_resident_memory_bytes", labels] > 1e6
     assert read["process_cpu_seconds_total", labels] > 0
     assert read["process_open_fds", labels] > 2
+    release = (("protocol", str(PROTOCOL)), ("version", version("stepwell")))
+    assert read["stepwell_build_info", tuple(sorted((*labels, *release)))] == 1
 
 
 def test_texts_are_put_together_metric_by_metric() -> None:
