@@ -21,6 +21,7 @@ FURTHER = {
     "tls-secrets": {"StatefulSet"},
     "tensor-parallel-gpu": {"LeaderWorkerSet", "Pod"},
     "simulated": {"StatefulSet", "Pod"},
+    "openshift": {"StatefulSet", "Pod"},
     "everything": {
         *("StatefulSet", "Pod", "HorizontalPodAutoscaler", "InferencePool"),
         *("ServiceMonitor", "PrometheusRule", "PersistentVolumeClaim", "ConfigMap"),
@@ -91,6 +92,17 @@ REFUSED = {
     "GPUs of which one is used": (
         {"tensorParallel": {"size": 8}, "worker": {"resources": {"limits": {"nvidia.com/gpu": 8}}}},
         "nvidia.com/gpu must be 1, not 8",
+    ),
+    "updates that a LeaderWorkerSet has not": (
+        {
+            "tensorParallel": {"size": 2, "leaderWorkerSet": "always"},
+            "replicas": {"updateStrategy": {"type": "OnDelete"}},
+        },
+        "a LeaderWorkerSet has RollingUpdate only",
+    ),
+    "updates that a StatefulSet has not": (
+        {"replicas": {"updateStrategy": {"rollingUpdate": {"maxSurge": 1}}}},
+        "a StatefulSet has no such field",
     ),
     "nodes that are never emptied": (
         {"podDisruptionBudget": {"maxUnavailable": "0%"}},

@@ -131,7 +131,8 @@ def test_pods_stop_gracefully_and_take_nothing_that_they_do_not_need(release: Re
         assert spec["enableServiceLinks"] is False
         assert spec["automountServiceAccountToken"] is False
         assert spec["securityContext"]["runAsNonRoot"] is True
-        assert spec["securityContext"]["runAsUser"] == 10001
+        own_user = None if release.name == "openshift" else 10001
+        assert spec["securityContext"].get("runAsUser") == own_user
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         for container in pod.containers():
             context = container.spec["securityContext"]

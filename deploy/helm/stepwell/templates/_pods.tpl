@@ -93,27 +93,27 @@ service. */ -}}
 
 {{- /* Probes over grpc.health.v1 without TLS. Argument: dict of
 port;
+probes, the values of the service's probes;
 startFor, the name of the service that the startup probe checks, and its time limit startSeconds;
-unreadySeconds, the time after which a pod that is not ready is removed from its Service;
-liveFailures, the number of failed liveness probes after which the container is restarted. A container that
-is not live cannot drain, so its termination grace period is short. */ -}}
+unreadySeconds, the time after which a pod that is not ready is removed from its Service. */ -}}
 {{- define "stepwell.probes" -}}
 startupProbe:
   grpc: {port: {{ .port }}, service: {{ .startFor | quote }}}
-  periodSeconds: 2
-  timeoutSeconds: 5
-  failureThreshold: {{ div (add .startSeconds 1) 2 }}
+  {{- include "stepwell.probe" (list .probes.startup .startSeconds) | nindent 2 }}
 readinessProbe:
   grpc: {port: {{ .port }}, service: ready}
-  periodSeconds: 2
-  timeoutSeconds: 5
-  failureThreshold: {{ div (add .unreadySeconds 1) 2 | max 1 }}
+  {{- include "stepwell.probe" (list .probes.readiness .unreadySeconds) | nindent 2 }}
 livenessProbe:
   grpc: {port: {{ .port }}, service: ""}
-  periodSeconds: 5
-  timeoutSeconds: 10
-  failureThreshold: {{ .liveFailures }}
-  terminationGracePeriodSeconds: 5
+  {{- toYaml .probes.liveness | nindent 2 }}
+{{- end -}}
+
+{{- /* The fields of a probe. Argument: list of its values, and the seconds after which it has failed if the
+values have no failureThreshold. */ -}}
+{{- define "stepwell.probe" -}}
+{{- $period := int (default 10 (index . 0).periodSeconds) -}}
+{{- $failures := div (add (int (index . 1)) $period -1) $period | max 1 -}}
+{{- toYaml (merge (dict) (index . 0) (dict "failureThreshold" $failures)) -}}
 {{- end -}}
 
 {{- /* Fields of the spec of every pod. Argument: list of the root and the values of its component. */ -}}

@@ -33,7 +33,7 @@ env:
   {{- with $kvpool.extraEnv }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
-{{ include "stepwell.probes" (dict "port" $ports.kvpoolHealth "startFor" "ready" "startSeconds" 60 "unreadySeconds" 2 "liveFailures" 2) }}
+{{ include "stepwell.probes" (dict "port" $ports.kvpoolHealth "probes" $kvpool.probes "startFor" "ready" "startSeconds" 60 "unreadySeconds" 2) }}
 volumeMounts:
   {{- include "stepwell.runMounts" . | nindent 2 }}
   {{- include "stepwell.redisTlsMount" . | nindent 2 }}
@@ -90,7 +90,7 @@ env:
   {{- with $worker.extraEnv }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
-{{ include "stepwell.probes" (dict "port" $ports.workerHealth "startFor" "ready" "startSeconds" $root.Values.replicas.startupSeconds "unreadySeconds" 2 "liveFailures" 2) }}
+{{ include "stepwell.probes" (dict "port" $ports.workerHealth "probes" $worker.probes "startFor" "ready" "startSeconds" $root.Values.replicas.startupSeconds "unreadySeconds" 2) }}
 volumeMounts:
   - {name: model, mountPath: /models, readOnly: true}
   - {name: cache, mountPath: /cache}
@@ -152,7 +152,7 @@ env:
   {{- toYaml . | nindent 2 }}
   {{- end }}
 {{- /* A scheduler listens only when its workers have loaded the model, so it may take as long to start. */}}
-{{ include "stepwell.probes" (dict "port" $ports.schedulerHealth "startFor" "" "startSeconds" $replicas.startupSeconds "unreadySeconds" 2 "liveFailures" 2) }}
+{{ include "stepwell.probes" (dict "port" $ports.schedulerHealth "probes" $scheduler.probes "startFor" "" "startSeconds" $replicas.startupSeconds "unreadySeconds" 2) }}
 {{- if $replicas.preStopSeconds }}
 lifecycle:
   preStop:

@@ -24,6 +24,13 @@ value. */ -}}
 {{- fail (printf "worker.resources.limits: %s must be 1, not %v: each rank has a pod of its own, and uses one GPU; tensorParallel.size is the number of ranks" $name $count) -}}
 {{- end -}}
 {{- end -}}
+{{- $update := $values.replicas.updateStrategy -}}
+{{- if and (eq $update.type "OnDelete") (include "stepwell.hasLeaderWorkerSet" .) (gt (int (include "stepwell.numRanks" .)) 1) -}}
+{{- fail "replicas.updateStrategy.type OnDelete is for StatefulSets: a LeaderWorkerSet has RollingUpdate only" -}}
+{{- end -}}
+{{- if and (hasKey (default dict $update.rollingUpdate) "maxSurge") (eq (int (include "stepwell.numRanks" .)) 1) -}}
+{{- fail "replicas.updateStrategy.rollingUpdate.maxSurge is for LeaderWorkerSets: a StatefulSet has no such field" -}}
+{{- end -}}
 {{- if and $values.podDisruptionBudget.enabled (has (toString $values.podDisruptionBudget.maxUnavailable) (list "0" "0%")) -}}
 {{- fail "podDisruptionBudget.maxUnavailable 0 would keep every node of the release from being emptied: give at least 1, or podDisruptionBudget.enabled: false" -}}
 {{- end -}}
