@@ -18,7 +18,7 @@ CHART = ROOT / "deploy" / "helm" / "stepwell"
 EXAMPLES = ROOT / "deploy" / "helm" / "examples"
 NAMES = (
     *("small", "fleet", "tls-cert-manager", "tls-secrets", "tensor-parallel-gpu", "simulated"),
-    *("openshift", "everything"),
+    *("openshift", "ingress", "gateway-api", "everything"),
 )
 
 Values = dict[str, Any]
@@ -40,11 +40,15 @@ def groups_without_leader_worker_set() -> Values:
 
 
 def stages_of_ranks() -> Values:
-    """Values for two pipeline stages of two ranks each, on the CPU."""
+    """Values for two pipeline stages of two ranks each, on the CPU, and for a route to a pool of
+    gateways.
+    """
     return example(
         "small",
         tensorParallel={"size": 2, "leaderWorkerSet": "never"},
         pipelineParallel={"size": 2},
+        gateway={"httpRoute": {"enabled": True, "parentRefs": [{"name": "public"}]}},
+        inferencePool={"enabled": True, "endpointPicker": {"name": "picker"}},
     )
 
 

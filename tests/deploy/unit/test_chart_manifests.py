@@ -38,6 +38,9 @@ MISSPELT = {
     "Issuer": ("spec", "selfsigned"),
     "ServiceMonitor": ("spec", "endpoints", 0, "ports"),
     "PrometheusRule": ("spec", "group"),
+    "Ingress": ("spec", "rules", 0, "http", "path"),
+    "HTTPRoute": ("spec", "rules", 0, "backendRef"),
+    "GRPCRoute": ("spec", "rules", 0, "matches", 0, "path"),
     "InferencePool": ("spec", "endpointPickerRef", "portNumber"),
 }
 

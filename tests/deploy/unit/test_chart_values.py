@@ -22,12 +22,14 @@ FURTHER = {
     "tensor-parallel-gpu": {"LeaderWorkerSet", "Pod"},
     "simulated": {"StatefulSet", "Pod"},
     "openshift": {"StatefulSet", "Pod"},
+    "ingress": {"StatefulSet", "Pod", "Ingress"},
+    "gateway-api": {"StatefulSet", "Pod", "HTTPRoute", "GRPCRoute"},
     "everything": {
         *("StatefulSet", "Pod", "HorizontalPodAutoscaler", "InferencePool"),
         *("ServiceMonitor", "PrometheusRule", "PersistentVolumeClaim", "ConfigMap"),
     },
     "groups": {"StatefulSet", "Pod", "Certificate", "Issuer"},
-    "stages": {"StatefulSet", "Pod"},
+    "stages": {"StatefulSet", "Pod", "HTTPRoute", "InferencePool"},
 }
 
 REFUSED = {
@@ -118,6 +120,22 @@ REFUSED = {
         {"redis": {"internal": {"enabled": True, "resources": {"limits": {"memory": "9e8"}}}}},
         "must be given in Mi or Gi",
     ),
+    "a route without a Gateway": (
+        {"gateway": {"grpcRoute": {"enabled": True}}},
+        "needs gateway.grpcRoute.parentRefs",
+    ),
+    "a path without a slash": (
+        {"gateway": {"ingress": {"hosts": [{"paths": [{"path": "v1"}]}]}}},
+        "'v1' does not match pattern",
+    ),
+    "a port of nodes in the cluster": (
+        {"gateway": {"service": {"httpNodePort": 30080}}},
+        "gateway.service.httpNodePort needs another gateway.service.type than ClusterIP",
+    ),
+    "a label that selects pods": (
+        {"commonLabels": {"app.kubernetes.io/name": "llm"}},
+        "app.kubernetes.io/name",
+    ),
     "two volumes": ({"model": {"volume": {"nfs": {}, "hostPath": {}}}}, "volume"),
 }
 
@@ -172,6 +190,10 @@ def test_notes_name_objects_that_exist(releases: dict[str, Rendered], name: str)
     assert named
     assert set(named) <= existing
     assert ("helm test demo" in release.notes) == ("Pod" in release.kinds())
+    hosts = [rule["host"] for one in release.of("Ingress") for rule in one["spec"]["rules"]]
+    routes = release.of("HTTPRoute") + release.of("GRPCRoute")
+    hosts += [host for one in routes for host in one["spec"]["hostnames"]]
+    assert set(hosts) == set(re.findall(r"by gateway\.\w+: (.+)", release.notes))
 
 
 def test_the_versions_are_those_of_the_project() -> None:
@@ -199,7 +221,7 @@ def test_the_dashboards_of_the_chart_are_those_of_grafana(releases: dict[str, Re
     found = {}
     for config_map in releases["everything"].of("ConfigMap"):
         assert config_map["metadata"]["labels"]["grafana_dashboard"] == "1"
-        assert config_map["metadata"]["annotations"] == {"grafana_folder": "LLM"}
+        assert config_map["metadata"]["annotations"]["grafana_folder"] == "LLM"
         found |= config_map["data"]
     files = sorted((ROOT / "deploy" / "grafana" / "dashboards").glob("*.json"))
     assert files

@@ -30,13 +30,36 @@ app.kubernetes.io/managed-by: {{ $root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" }}
 {{- end -}}
 
-{{- /* The metadata of an object. Argument: list of the root, the component and the suffix of the name. */ -}}
+{{- /* The metadata of an object. Argument: list of the root, the component, the suffix of the name and, if the
+object has its own labels or annotations, a dict of both. */ -}}
 {{- define "stepwell.metadata" -}}
 {{- $root := index . 0 -}}
-name: {{ include "stepwell.fullname" $root }}{{ index . 2 }}
+{{- $own := gt (len .) 3 | ternary (last .) dict -}}
+name: {{ $own.name | default (printf "%s%s" (include "stepwell.fullname" $root) (index . 2)) }}
 namespace: {{ $root.Release.Namespace }}
 labels:
   {{- include "stepwell.labels" (list $root (index . 1)) | nindent 2 }}
+  {{- include "stepwell.more" (merge dict ($own.labels | default dict) $root.Values.commonLabels) | nindent 2 }}
+{{- with merge dict ($own.annotations | default dict) $root.Values.commonAnnotations }}
+annotations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{- /* A list or map of the values, or nothing if it is empty. */ -}}
+{{- define "stepwell.more" -}}
+{{- with . }}{{ toYaml . }}{{ end -}}
+{{- end -}}
+
+{{- /* Fields that have the same name in the values. Argument: list of the values and the names of the fields.
+Empty values are left out. */ -}}
+{{- define "stepwell.given" -}}
+{{- $given := dict -}}
+{{- range $name := rest . -}}
+{{- $value := get (first $) $name -}}
+{{- if or $value (kindIs "bool" $value) }}{{ $_ := set $given $name $value }}{{ end -}}
+{{- end -}}
+{{- include "stepwell.more" $given -}}
 {{- end -}}
 
 {{- /* The ports of containers. All services of a replica have different ports, because they are in one pod. */ -}}

@@ -177,9 +177,7 @@ labels:
   {{- if and (gt (len .) 3) (kindIs "int" (index . 3)) }}
   stepwell-replica: {{ index . 3 | quote }}
   {{- end }}
-  {{- with $of.podLabels }}
-  {{- toYaml . | nindent 2 }}
-  {{- end }}
+  {{- include "stepwell.more" (merge dict ($of.podLabels | default dict) (index . 0).Values.commonLabels) | nindent 2 }}
 {{- with $of.podAnnotations }}
 annotations:
   {{- toYaml . | nindent 2 }}

@@ -34,6 +34,19 @@ value. */ -}}
 {{- if and $values.podDisruptionBudget.enabled (has (toString $values.podDisruptionBudget.maxUnavailable) (list "0" "0%")) -}}
 {{- fail "podDisruptionBudget.maxUnavailable 0 would keep every node of the release from being emptied: give at least 1, or podDisruptionBudget.enabled: false" -}}
 {{- end -}}
+{{- range $route := list "httpRoute" "grpcRoute" -}}
+{{- if and (get $values.gateway $route).enabled (empty (get $values.gateway $route).parentRefs) -}}
+{{- fail (printf "gateway.%s.enabled needs gateway.%s.parentRefs: the Gateways whose listeners lead here" $route $route) -}}
+{{- end -}}
+{{- end -}}
+{{- $service := $values.gateway.service -}}
+{{- $ofNodes := list "httpNodePort" "grpcNodePort" -}}
+{{- $ofBalancers := list "loadBalancerClass" "loadBalancerIP" "loadBalancerSourceRanges" "healthCheckNodePort" -}}
+{{- range $name := dict "ClusterIP" (concat $ofNodes $ofBalancers) "NodePort" $ofBalancers "LoadBalancer" list | dig $service.type list -}}
+{{- if get $service $name -}}
+{{- fail (printf "gateway.service.%s needs another gateway.service.type than %s" $name $service.type) -}}
+{{- end -}}
+{{- end -}}
 {{- if empty $values.model.volume -}}
 {{- fail "model.volume must be given: the volume that holds the model's files, such as {persistentVolumeClaim: {claimName: models}}" -}}
 {{- end -}}
