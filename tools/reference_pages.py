@@ -20,6 +20,7 @@ from services.common.process.service_settings import ServiceSettings
 from services.common.process.settings import as_text, flag_name
 from services.common.telemetry.metric_specs import edge, process, replica, vllm
 from services.common.telemetry.metric_specs.spec import MetricSpec, Source
+from services.download.settings import DownloadSettings
 from services.gateway.adapters.http.anthropic.bodies import CountTokensBody, MessagesBody
 from services.gateway.adapters.http.openai import bodies
 from services.gateway.adapters.http.openai.responses.bodies import ResponsesBody
@@ -53,6 +54,7 @@ SETTINGS: dict[str, Any] = {
     "settings: kvpool": KVPoolSettings,
     "settings: worker": WorkerSettings,
     "settings: stepwell up": UpSettings,
+    "settings: download": DownloadSettings,
 }
 BODIES: dict[str, type[BaseModel]] = {
     "/v1/completions": bodies.CompletionBody,

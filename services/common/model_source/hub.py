@@ -9,11 +9,11 @@ import re
 import sys
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from services.common.model_source.errors import ModelSourceError
+from services.common.model_source.errors import HubCause, HubError, ModelSourceError
 
 _NAME = re.compile(r"(?:[\w-][\w.-]*/)?[\w-][\w.-]*(?:@[\w./-]+)?")
 _LINKS = ("https://huggingface.co/", "https://hf.co/", "hf.co/", "hf://")
@@ -28,6 +28,31 @@ _WEIGHTS = (
 """Name patterns of weights. Only the first pattern that matches any file is used."""
 _INDEX = "model.safetensors.index.json"
 _CACHE_FOLDER = "models--"
+_SELF_EXPLAINING = frozenset(
+    {HubCause.GATED, HubCause.NO_MODEL, HubCause.NO_REVISION, HubCause.NO_WEIGHTS}
+)
+"""The causes whose message needs no addition about the local cache."""
+_REJECTED = (401, 403)
+_ERRORS = (
+    (
+        "GatedRepoError",
+        HubCause.GATED,
+        "{name} is gated: accept its terms at https://huggingface.co/{repo}, and set HF_TOKEN to a "
+        "token of that account",
+    ),
+    (
+        "RevisionNotFoundError",
+        HubCause.NO_REVISION,
+        "{repo} has no revision {revision} on the hub",
+    ),
+    (
+        "RepositoryNotFoundError",
+        HubCause.NO_MODEL,
+        "the hub has no model {repo}; if it is private, set HF_TOKEN to a token that may read it",
+    ),
+    ("OfflineModeIsEnabled", HubCause.OFFLINE, "HF_HUB_OFFLINE is set"),
+)
+"""Classes of errors of huggingface_hub, their causes and their messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,28 +94,76 @@ def find_snapshot(name: HubName, *, with_weights: bool) -> Path | None:
     needed if `with_weights` is set. Raises ModelSourceError if huggingface_hub is not installed.
     """
     directory = _cached(name)
-    return directory if directory and not _missing(directory, with_weights) else None
+    if directory is None or missing_file(directory, with_weights=with_weights) is not None:
+        return None
+    return directory
 
 
 def fetch_snapshot(name: HubName, *, with_weights: bool) -> Path:
     """Downloads missing files and shows the progress on standard error. Raises ModelSourceError
     within seconds if the hub does not respond or rejects the request.
     """
-    found = _ask(name, with_weights)
+    try:
+        found = ask_hub(name)
+        files = files_to_fetch(name, found, with_weights=with_weights)
+        print(f"fetching {name}: {len(files)} files", file=sys.stderr, flush=True)
+        return fetch_files(name, files)
+    except HubError as error:
+        if error.cause in _SELF_EXPLAINING:
+            raise
+        held = "is not in the local cache of the hub"
+        if (directory := _cached(name)) is not None:
+            missing = missing_file(directory, with_weights=with_weights)
+            held = f"is incomplete in {directory}: {missing} is missing"
+        raise ModelSourceError(
+            f"{name} {held}, and {error}: fetch it with `{name.command}`"
+        ) from error
+
+
+def ask_hub(name: HubName) -> Any:
+    """Returns the hub's description of a model: the commit `sha`, and the files `siblings` with
+    their sizes and checksums. Raises HubError within seconds if the hub does not respond.
+    """
+    try:
+        from huggingface_hub import HfApi  # noqa: PLC0415 - slow to import
+
+        return HfApi().model_info(
+            name.repo, revision=name.revision, timeout=_ANSWER_SECONDS, files_metadata=True
+        )
+    except Exception as error:
+        raise _explained(name, error) from error
+
+
+def files_to_fetch(name: HubName, found: Any, *, with_weights: bool) -> list[str]:
+    """Selects files of the description that `ask_hub` returned. Raises HubError if there are no
+    weights that can be read.
+    """
     files = needed_files([each.rfilename for each in found.siblings], with_weights=with_weights)
     if with_weights and not any(file.endswith((".safetensors", ".gguf")) for file in files):
-        raise ModelSourceError(
+        raise HubError(
+            HubCause.NO_WEIGHTS,
             f"{name} has no safetensors files on the hub, and pickle files are not supported: "
             f"fetch the model with `{name.command}`, then start with the directory, whose error "
-            "names the command that converts the files"
+            "names the command that converts the files",
         )
+    return files
+
+
+def fetch_files(name: HubName, files: list[str], directory: Path | None = None) -> Path:
+    """Downloads files that are missing in `directory`, by default in the cache, and returns the
+    directory with them. Each file is written under another name until it is complete. Raises
+    HubError.
+    """
     from huggingface_hub import snapshot_download  # noqa: PLC0415 - slow to import
 
-    print(f"fetching {name}: {len(files)} files", file=sys.stderr, flush=True)
     try:
-        return Path(snapshot_download(name.repo, revision=name.revision, allow_patterns=files))
+        return Path(
+            snapshot_download(
+                name.repo, revision=name.revision, allow_patterns=files, local_dir=directory
+            )
+        )
     except Exception as error:
-        raise ModelSourceError(_why(name, error, with_weights)) from error
+        raise _explained(name, error) from error
 
 
 def needed_files(names: Collection[str], *, with_weights: bool) -> list[str]:
@@ -105,41 +178,27 @@ def needed_files(names: Collection[str], *, with_weights: bool) -> list[str]:
     return sorted(chosen)
 
 
-def _ask(name: HubName, with_weights: bool) -> Any:
-    try:
-        from huggingface_hub import HfApi  # noqa: PLC0415 - slow to import
-
-        return HfApi().model_info(name.repo, revision=name.revision, timeout=_ANSWER_SECONDS)
-    except Exception as error:
-        raise ModelSourceError(_why(name, error, with_weights)) from error
-
-
-def _why(name: HubName, error: Exception, with_weights: bool) -> str:
-    """Explains a failed download. Errors of huggingface_hub are recognized by their class names."""
+def _explained(name: HubName, error: Exception) -> HubError:
+    """Explains a failed request. Errors of huggingface_hub are recognized by their class names."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
-    if "GatedRepoError" in kinds:
-        return (
-            f"{name} is gated: accept its terms at https://huggingface.co/{name.repo}, and set "
-            "HF_TOKEN to a token of that account"
-        )
-    if "RevisionNotFoundError" in kinds:
-        return f"{name.repo} has no revision {name.revision} on the hub"
-    if "RepositoryNotFoundError" in kinds:
-        return (
-            f"the hub has no model {name.repo}; if it is private, set HF_TOKEN to a token that "
-            "may read it"
-        )
-    held = "is not in the local cache of the hub"
-    if (directory := _cached(name)) is not None:
-        held = f"is incomplete in {directory}: {_missing(directory, with_weights)} is missing"
-    answer = "the hub does not answer"
-    if "OfflineModeIsEnabled" in kinds:
-        answer = "HF_HUB_OFFLINE is set"
-    elif "HfHubHTTPError" in kinds:
-        answer = f"the hub answers: {' '.join(str(error).split())[:120]}"
-    elif isinstance(error, OSError) and error.strerror and "HTTPError" not in kinds:
-        answer = error.strerror
-    return f"{name} {held}, and {answer}: fetch it with `{name.command}`"
+    if "LocalEntryNotFoundError" in kinds and isinstance(error.__cause__, Exception):
+        return _explained(name, error.__cause__)
+    for kind, cause, sentence in _ERRORS:
+        if kind in kinds:
+            return HubError(cause, sentence.format(name=name, **asdict(name)))
+    if "HfHubHTTPError" in kinds:
+        return _http_error(error)
+    if isinstance(error, OSError) and error.strerror and "HTTPError" not in kinds:
+        return HubError(HubCause.WRITING, error.strerror)
+    return HubError(HubCause.UNREACHABLE, "the hub does not answer")
+
+
+def _http_error(error: Any) -> HubError:
+    status, why = error.response.status_code, error.response.reason_phrase
+    if error.server_message:
+        why = f"{why}: {' '.join(error.server_message.split())[:120]}"
+    cause = HubCause.TOKEN if status in _REJECTED else HubCause.REFUSED
+    return HubError(cause, f"the hub answers {status} {why}")
 
 
 def _cached(name: HubName) -> Path | None:
@@ -160,7 +219,8 @@ def _cached(name: HubName) -> Path | None:
     return snapshot if snapshot.is_dir() else None
 
 
-def _missing(directory: Path, with_weights: bool) -> str | None:
+def missing_file(directory: Path, *, with_weights: bool) -> str | None:
+    """The name of a file that a model's directory lacks. None if it is complete."""
     if any(directory.glob("*.gguf")):
         return None
     if not (directory / "config.json").exists():

@@ -36,7 +36,7 @@ class IsDataclass(Protocol):
 
 _FIELDS = "__dataclass_fields__"
 _FILE = "_FILE"
-_PROGRAMS = ("gateway", "scheduler", "kvpool", "worker", "up")
+_PROGRAMS = ("gateway", "scheduler", "kvpool", "worker", "up", "download")
 _CLIENT_VARIABLES = frozenset(
     f"STEPWELL_{name}"
     for name in ("URL", "API_KEY", "ADMIN_URL", "ADMIN_KEY", "CA_FILE", "CERT_FILE", "KEY_FILE")

@@ -13,6 +13,7 @@ from services.cli.__main__ import COMMANDS, main
 from services.cli.errors import CommandParser
 from services.cli.settings import UpSettings
 from services.common.process.settings import IsDataclass, flag_name, parse_settings
+from services.download.settings import DownloadSettings
 from services.gateway.settings import GatewaySettings
 from services.kvpool.settings import KVPoolSettings
 from services.scheduler.settings import SchedulerSettings
@@ -25,6 +26,7 @@ PROGRAMS: dict[str, type[IsDataclass]] = {
     "python -m services.kvpool": KVPoolSettings,
     "python -m services.worker": WorkerSettings,
     "stepwell up": UpSettings,
+    "python -m services.download": DownloadSettings,
 }
 DIRECTORIES = ("models/tiny", "tls")
 FILES = (

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from services.cli.settings import UpSettings
 from services.common.process.settings import flag_name
+from services.download.settings import DownloadSettings
 from services.gateway.settings import GatewaySettings
 from services.kvpool.settings import KVPoolSettings
 from services.scheduler.settings import SchedulerSettings
@@ -25,7 +26,14 @@ PAGES = (
     "security.md",
     "simulated-device.md",
 )
-SETTINGS = (UpSettings, GatewaySettings, SchedulerSettings, KVPoolSettings, WorkerSettings)
+SETTINGS = (
+    UpSettings,
+    DownloadSettings,
+    GatewaySettings,
+    SchedulerSettings,
+    KVPoolSettings,
+    WorkerSettings,
+)
 
 # Flags that are no settings of services, but of docker, benchmarks, and `stepwell` commands.
 OTHERS = {"--help", "--set", "--minutes", "--key", "--tenants", "--url"}

@@ -1,0 +1,80 @@
+"""Downloads a model: `python -m services.download`. A failure ends it with one sentence."""
+
+import errno
+import logging
+import os
+import signal
+
+from services.common.model_source.errors import HubCause, HubError, ModelSourceError
+from services.common.process.logs import configure_logs
+from services.common.process.settings import exit_with, load_settings
+from services.download.download import download
+from services.download.settings import DownloadSettings
+
+_TERMINATED = 128 + signal.SIGTERM
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_SIZE = "model.claim.size or model.download.size"
+_TOKEN = "model.download.tokenSecret"
+CHART_VALUES = {
+    HubCause.GATED: _TOKEN,
+    HubCause.TOKEN: _TOKEN,
+    HubCause.NO_MODEL: f"model.download.source, {_TOKEN}",
+    HubCause.NO_REVISION: "model.download.source",
+    HubCause.NO_WEIGHTS: "model.download.source",
+    HubCause.OFFLINE: "model.download.extraEnv",
+    HubCause.UNREACHABLE: "model.download.endpoint, model.download.extraEnv for a proxy, "
+    "networkPolicy.extraEgress",
+    HubCause.NO_SPACE: _SIZE,
+}
+"""The value of the Helm chart that removes a cause."""
+_OF_THE_HUB = (HubCause.TOKEN, HubCause.REFUSED, HubCause.OFFLINE, HubCause.UNREACHABLE)
+
+
+def main() -> None:
+    # The first process of a container gets no default action for signals. Threads of the library
+    # would delay an exception until their files are complete.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(_TERMINATED))
+    settings = load_settings(DownloadSettings, "download")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the log has lines of its own
+    configure_logs("download", settings.log_level, settings.log_format)
+    _quieten_libraries()
+    try:
+        download(settings)
+    except ModelSourceError as error:
+        exit_with(f"stepwell download: {sentence(error, settings)}", 1)
+    except OSError as error:
+        exit_with(f"stepwell download: {writing(error, settings)}", 1)
+
+
+def sentence(error: ModelSourceError, settings: DownloadSettings) -> str:
+    """The error's message, with the value of the Helm chart to change."""
+    if not isinstance(error, HubError):
+        return str(error)
+    if isinstance(error.__cause__, OSError) and error.cause is HubCause.WRITING:
+        return writing(error.__cause__, settings)
+    text = str(error)
+    if error.cause in _OF_THE_HUB:
+        hub = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+        text = f"{settings.model} cannot be downloaded from {hub}: {error}"
+    value = CHART_VALUES.get(error.cause)
+    return text if value is None else f"{text} (in the Helm chart: {value})"
+
+
+def writing(error: OSError, settings: DownloadSettings) -> str:
+    value = _SIZE if error.errno in _FULL else "podSecurityContext.fsGroup"
+    return f"{settings.directory.parent}: {error.strerror} (in the Helm chart: {value})"
+
+
+def _quieten_libraries() -> None:
+    """Sends warnings of the libraries to the log, and not each of their requests."""
+    for name in ("httpx", "httpx2", "filelock"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    from huggingface_hub.utils import logging as library_logging  # noqa: PLC0415 - reads variables
+
+    library = library_logging.get_logger()
+    library.handlers.clear()
+    library.propagate = True
+
+
+if __name__ == "__main__":
+    main()
