@@ -18,7 +18,7 @@ CHART = ROOT / "deploy" / "helm" / "stepwell"
 EXAMPLES = ROOT / "deploy" / "helm" / "examples"
 NAMES = (
     *("small", "fleet", "tls-cert-manager", "tls-secrets", "tensor-parallel-gpu", "simulated"),
-    *("openshift", "ingress", "gateway-api", "everything"),
+    *("openshift", "ingress", "gateway-api", "extended", "everything"),
 )
 
 Values = dict[str, Any]

@@ -41,6 +41,7 @@ MISSPELT = {
     "Ingress": ("spec", "rules", 0, "http", "path"),
     "HTTPRoute": ("spec", "rules", 0, "backendRef"),
     "GRPCRoute": ("spec", "rules", 0, "matches", 0, "path"),
+    "BackendTLSPolicy": ("spec", "validation", "hostnames"),
     "InferencePool": ("spec", "endpointPickerRef", "portNumber"),
 }
 

@@ -17,13 +17,16 @@ EVERY_RELEASE = {
 FURTHER = {
     "small": {"StatefulSet", "Pod"},
     "fleet": {"StatefulSet", "Pod", "ScaledObject"},
-    "tls-cert-manager": {"StatefulSet", "Pod", "Certificate", "Issuer"},
+    "tls-cert-manager": {
+        *("StatefulSet", "Pod", "Certificate", "Issuer", "HTTPRoute", "BackendTLSPolicy"),
+    },
     "tls-secrets": {"StatefulSet"},
     "tensor-parallel-gpu": {"LeaderWorkerSet", "Pod"},
     "simulated": {"StatefulSet", "Pod"},
     "openshift": {"StatefulSet", "Pod"},
     "ingress": {"StatefulSet", "Pod", "Ingress"},
     "gateway-api": {"StatefulSet", "Pod", "HTTPRoute", "GRPCRoute"},
+    "extended": {"StatefulSet", "Pod", "ConfigMap"},
     "everything": {
         *("StatefulSet", "Pod", "HorizontalPodAutoscaler", "InferencePool"),
         *("ServiceMonitor", "PrometheusRule", "PersistentVolumeClaim", "ConfigMap"),
@@ -206,7 +209,7 @@ def test_the_schema_has_every_value_and_closes_every_map_of_the_chart() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     missing = set(_missing(values, schema, schema, ""))
-    assert missing == set()
+    assert missing == {".global is open"}  # other charts of a parent chart have values there too
 
 
 def test_the_rules_of_the_chart_are_those_of_prometheus(releases: dict[str, Rendered]) -> None:

@@ -116,42 +116,6 @@ def test_what_selects_pods_or_services_finds_some(release: Rendered) -> None:
         assert "replicas" not in scaled["spec"]
 
 
-def test_ways_in_lead_to_the_port_of_their_protocol(releases: dict[str, Rendered]) -> None:
-    leads = set()
-    for name, release in releases.items():
-        for one in release.of("Ingress") + release.of("HTTPRoute") + release.of("GRPCRoute"):
-            assert one["metadata"]["name"].endswith(("-http", "-grpc")), name
-            protocol = one["metadata"]["name"].rpartition("-")[2]
-            for rule in one["spec"]["rules"]:
-                for backend in rule.get("backendRefs", ()) or _backends_of_paths(rule):
-                    assert _end_of(release, backend) == protocol, (name, one["kind"], backend)
-                    leads.add((one["kind"], backend.get("kind", "Service"), protocol))
-    assert leads == {
-        *(("Ingress", "Service", "http"), ("Ingress", "Service", "grpc")),
-        *(("HTTPRoute", "Service", "http"), ("HTTPRoute", "InferencePool", "http")),
-        ("GRPCRoute", "Service", "grpc"),
-    }
-
-
-def _backends_of_paths(rule: Object) -> list[Object]:
-    return [path["backend"]["service"] for path in rule["http"]["paths"]]
-
-
-def _end_of(release: Rendered, backend: Object) -> str:
-    """The name of the gateway's port to which a backend's connections go."""
-    kind = backend.get("kind", "Service")
-    (target,) = (o for o in release.of(kind) if o["metadata"]["name"] == backend["name"])
-    if kind == "InferencePool":
-        assert backend["group"] == target["apiVersion"].partition("/")[0]
-        (gateway,) = release.pod("gateway").containers()
-        ports = {number: name for name, number in gateway.ports().items()}
-        return ports[target["spec"]["targetPorts"][0]["number"]]
-    port = backend["port"]
-    wanted = {"name": port["name"]} if isinstance(port, dict) else {"port": port}
-    (found,) = (one for one in target["spec"]["ports"] if wanted.items() <= one.items())
-    return str(found["targetPort"])
-
-
 def test_an_inference_pool_has_the_port_of_its_pods(releases: dict[str, Rendered]) -> None:
     release = releases["everything"]
     (pool,) = release.of("InferencePool")
@@ -182,12 +146,15 @@ def test_pods_stop_gracefully_and_take_nothing_that_they_do_not_need(release: Re
 
 def test_pool_and_workers_outlive_the_scheduler_of_their_group(release: Rendered) -> None:
     replica = release.pod("replica")
-    sidecars = replica.spec["initContainers"]
-    assert [one["name"] for one in sidecars] == ["kvpool", "worker"]
-    assert all(one["restartPolicy"] == "Always" for one in sidecars)
-    assert [one["name"] for one in replica.spec["containers"]] == ["scheduler"]
+    services = {c.service: c for c in replica.containers() if c.service is not None}
+    assert list(services) == ["kvpool", "worker", "scheduler"]
+    for service in ("kvpool", "worker"):
+        assert services[service].spec in replica.spec["initContainers"]
+        assert services[service].spec["restartPolicy"] == "Always"
+    scheduler = services["scheduler"]
+    assert scheduler.spec in replica.spec["containers"]
     for rank in (pod for pod in release.pods() if pod.component == "rank"):
-        (worker,), (scheduler,) = rank.containers(), replica.containers()[-1:]
+        (worker,) = (c for c in rank.containers() if c.service is not None)
         # A StatefulSet's ranks are deleted with their scheduler, a LeaderWorkerSet's are not.
         is_deleted_with_scheduler = rank.owner["kind"] == "StatefulSet"
         assert (_stop_seconds(worker) > _stop_seconds(scheduler)) == is_deleted_with_scheduler

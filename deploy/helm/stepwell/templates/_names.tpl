@@ -85,7 +85,7 @@ tag. */ -}}
 {{- define "stepwell.image" -}}
 {{- $root := index . 0 -}}
 {{- $image := index . 1 -}}
-{{- $registry := $image.registry | default $root.Values.image.registry -}}
+{{- $registry := coalesce $root.Values.global.imageRegistry $image.registry $root.Values.image.registry | default "" -}}
 {{- $repository := empty $registry | ternary $image.repository (printf "%s/%s" (trimSuffix "/" $registry) $image.repository) -}}
 {{- if $image.digest -}}
 {{- printf "%s@%s" $repository $image.digest -}}

@@ -126,28 +126,18 @@ automountServiceAccountToken: false
 enableServiceLinks: false
 securityContext:
   {{- toYaml $root.Values.podSecurityContext | nindent 2 }}
-{{- with $root.Values.image.pullSecrets }}
+{{- with concat ($root.Values.global.imagePullSecrets | default list) $root.Values.image.pullSecrets }}
 imagePullSecrets:
   {{- range . }}
-  - name: {{ . }}
+  - {{ kindIs "map" . | ternary . (dict "name" .) | toJson }}
   {{- end }}
 {{- end }}
-{{- with $of.priorityClassName }}
-priorityClassName: {{ . }}
-{{- end }}
-{{- with $of.runtimeClassName }}
-runtimeClassName: {{ . }}
-{{- end }}
-{{- with $of.nodeSelector }}
-nodeSelector:
-  {{- toYaml . | nindent 2 }}
-{{- end }}
-{{- with $of.tolerations }}
-tolerations:
-  {{- toYaml . | nindent 2 }}
-{{- end }}
-{{- with $of.affinity }}
-affinity:
+{{ include "stepwell.given" (list $of "priorityClassName" "runtimeClassName" "schedulerName" "nodeSelector" "tolerations" "affinity" "hostAliases" "dnsPolicy" "dnsConfig") }}
+{{- end -}}
+
+{{- define "stepwell.extraInitContainers" -}}
+{{- with .extraInitContainers }}
+initContainers:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end -}}
@@ -194,6 +184,10 @@ securityContext:
   {{- toYaml $root.Values.containerSecurityContext | nindent 2 }}
 resources:
   {{- toYaml $of.resources | nindent 2 }}
+{{- with $of.extraEnvFrom }}
+envFrom:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- end -}}
 
 {{- /* Volumes of all pods of services. Argument: list of the root and gateway or replica. */ -}}
@@ -213,6 +207,7 @@ resources:
 - name: redis-tls
   secret: {secretName: {{ . }}, defaultMode: 0440}
 {{- end }}
+{{ include "stepwell.more" (get $root.Values (eq (index . 1) "gateway" | ternary "gateway" "replicas")).extraVolumes }}
 {{- end -}}
 
 {{- define "stepwell.runMounts" -}}

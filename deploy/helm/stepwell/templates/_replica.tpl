@@ -30,13 +30,12 @@ env:
     value: unix:/run/stepwell/kvpool.sock
   {{- include "stepwell.redisEnv" (list . "kvpool") | nindent 2 }}
   {{- include "stepwell.settings" (list "kvpool" $kvpool.settings) | nindent 2 }}
-  {{- with $kvpool.extraEnv }}
-  {{- toYaml . | nindent 2 }}
-  {{- end }}
+  {{- include "stepwell.more" $kvpool.extraEnv | nindent 2 }}
 {{ include "stepwell.probes" (dict "port" $ports.kvpoolHealth "probes" $kvpool.probes "startFor" "ready" "startSeconds" 60 "unreadySeconds" 2) }}
 volumeMounts:
   {{- include "stepwell.runMounts" . | nindent 2 }}
   {{- include "stepwell.redisTlsMount" . | nindent 2 }}
+  {{- include "stepwell.more" $kvpool.extraVolumeMounts | nindent 2 }}
 {{- end -}}
 
 {{- /* The container of a worker. Argument: dict of root; address, at which it listens; rank, which is empty if
@@ -87,9 +86,7 @@ env:
   {{- include "stepwell.callersEnv" (list $root "worker") | nindent 2 }}
   {{- end }}
   {{- include "stepwell.settings" (list "worker" $worker.settings) | nindent 2 }}
-  {{- with $worker.extraEnv }}
-  {{- toYaml . | nindent 2 }}
-  {{- end }}
+  {{- include "stepwell.more" $worker.extraEnv | nindent 2 }}
 {{ include "stepwell.probes" (dict "port" $ports.workerHealth "probes" $worker.probes "startFor" "ready" "startSeconds" $root.Values.replicas.startupSeconds "unreadySeconds" 2) }}
 volumeMounts:
   - {name: model, mountPath: /models, readOnly: true}
@@ -98,6 +95,7 @@ volumeMounts:
   {{- if gt $size 1 }}
   {{- include "stepwell.internalTlsMount" $root | nindent 2 }}
   {{- end }}
+  {{- include "stepwell.more" $worker.extraVolumeMounts | nindent 2 }}
 {{- end -}}
 
 {{- /* The container of the scheduler. Argument: dict of root and workers, the addresses of all ranks in rank
@@ -148,9 +146,7 @@ env:
     value: {{ include "stepwell.tlsName" (list $root "replica") | quote }}
   {{- end }}
   {{- include "stepwell.settings" (list "scheduler" $scheduler.settings) | nindent 2 }}
-  {{- with $scheduler.extraEnv }}
-  {{- toYaml . | nindent 2 }}
-  {{- end }}
+  {{- include "stepwell.more" $scheduler.extraEnv | nindent 2 }}
 {{- /* A scheduler listens only when its workers have loaded the model, so it may take as long to start. */}}
 {{ include "stepwell.probes" (dict "port" $ports.schedulerHealth "probes" $scheduler.probes "startFor" "" "startSeconds" $replicas.startupSeconds "unreadySeconds" 2) }}
 {{- if $replicas.preStopSeconds }}
@@ -165,6 +161,7 @@ volumeMounts:
   {{- include "stepwell.runMounts" $root | nindent 2 }}
   {{- include "stepwell.internalTlsMount" $root | nindent 2 }}
   {{- include "stepwell.redisTlsMount" $root | nindent 2 }}
+  {{- include "stepwell.more" $scheduler.extraVolumeMounts | nindent 2 }}
 {{- end -}}
 
 {{- define "stepwell.replicaVolumes" -}}
@@ -188,12 +185,14 @@ spec:
   {{- include "stepwell.spread" (list $root "replica" $replicas) | nindent 2 }}
   terminationGracePeriodSeconds: {{ add $replicas.preStopSeconds $replicas.drainSeconds 15 }}
   initContainers:
+    {{- include "stepwell.more" $replicas.extraInitContainers | nindent 4 }}
     - {{- include "stepwell.kvpoolContainer" $root | nindent 6 }}
     - name: worker
       restartPolicy: Always
       {{- include "stepwell.workerContainer" (dict "root" $root "address" $own "rank" 0 "master" "$(POD_IP)") | nindent 6 }}
   containers:
     - {{- include "stepwell.schedulerContainer" (dict "root" $root "workers" (prepend .others $own)) | nindent 6 }}
+    {{- include "stepwell.more" $replicas.extraContainers | nindent 4 }}
   {{- include "stepwell.replicaVolumes" $root | nindent 2 }}
 {{- end -}}
 
@@ -209,6 +208,7 @@ spec:
   {{- include "stepwell.podSpec" (list $root $root.Values.replicas) | nindent 2 }}
   {{- include "stepwell.spread" (list $root "rank" $root.Values.replicas) | nindent 2 }}
   terminationGracePeriodSeconds: {{ add .serveSeconds 15 }}
+  {{- include "stepwell.extraInitContainers" $root.Values.replicas | nindent 2 }}
   containers:
     - name: worker
       {{- if .serveSeconds }}
@@ -217,5 +217,6 @@ spec:
           sleep: {seconds: {{ .serveSeconds }}}
       {{- end }}
       {{- include "stepwell.workerContainer" (dict "root" $root "address" (include "stepwell.listen" (list $root $ports.worker)) "rank" .rank "master" .master) | nindent 6 }}
+    {{- include "stepwell.more" $root.Values.replicas.extraContainers | nindent 4 }}
   {{- include "stepwell.replicaVolumes" $root | nindent 2 }}
 {{- end -}}
