@@ -18,7 +18,8 @@ CHART = ROOT / "deploy" / "helm" / "stepwell"
 EXAMPLES = ROOT / "deploy" / "helm" / "examples"
 NAMES = (
     *("small", "fleet", "tls-cert-manager", "tls-secrets", "tensor-parallel-gpu", "simulated"),
-    *("openshift", "ingress", "gateway-api", "extended", "everything"),
+    *("openshift", "ingress", "gateway-api", "extended", "download", "download-shared"),
+    "everything",
 )
 
 Values = dict[str, Any]
@@ -52,6 +53,18 @@ def stages_of_ranks() -> Values:
     )
 
 
+def groups_that_download() -> Values:
+    """Values for worker groups whose pods download the model into volumes of their own."""
+    template = {"spec": {"accessModes": ["ReadWriteOnce"], "storageClassName": "fast"}}
+    return example(
+        "tensor-parallel-gpu",
+        model={
+            "volume": {"ephemeral": {"volumeClaimTemplate": template}},
+            "download": {"source": "hf://Qwen/Qwen3-32B"},
+        },
+    )
+
+
 def render_chart(sets: Mapping[str, Values]) -> dict[str, Rendered]:
     """Renders the chart for each set of values, all in one process. Skips the test if the chart
     cannot be rendered on this machine.
@@ -72,7 +85,11 @@ def render_chart(sets: Mapping[str, Values]) -> dict[str, Rendered]:
 def releases() -> dict[str, Rendered]:
     """The chart with each example's values, and with worker groups without LeaderWorkerSet."""
     sets = {name: example(name) for name in NAMES}
-    groups = {"groups": groups_without_leader_worker_set(), "stages": stages_of_ranks()}
+    groups = {
+        "groups": groups_without_leader_worker_set(),
+        "stages": stages_of_ranks(),
+        "downloading groups": groups_that_download(),
+    }
     return render_chart(sets | groups)
 
 

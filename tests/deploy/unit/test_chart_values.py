@@ -24,6 +24,8 @@ FURTHER = {
     "tensor-parallel-gpu": {"LeaderWorkerSet", "Pod"},
     "simulated": {"StatefulSet", "Pod"},
     "openshift": {"StatefulSet", "Pod"},
+    "download": {"StatefulSet", "Pod"},
+    "download-shared": {"StatefulSet", "Pod", "PersistentVolumeClaim"},
     "ingress": {"StatefulSet", "Pod", "Ingress"},
     "gateway-api": {"StatefulSet", "Pod", "HTTPRoute", "GRPCRoute"},
     "extended": {"StatefulSet", "Pod", "ConfigMap"},
@@ -32,11 +34,12 @@ FURTHER = {
         *("ServiceMonitor", "PrometheusRule", "PersistentVolumeClaim", "ConfigMap"),
     },
     "groups": {"StatefulSet", "Pod", "Certificate", "Issuer"},
+    "downloading groups": {"LeaderWorkerSet", "Pod"},
     "stages": {"StatefulSet", "Pod", "HTTPRoute", "InferencePool"},
 }
 
 REFUSED = {
-    "no model": ({"model": {"volume": None}}, "model.volume must be given"),
+    "no model": ({"model": {"volume": None}}, "must be given: a volume with"),
     "replicas without Redis": ({"replicas": {"count": 2}}, "need redis.existingSecret"),
     "scaling without Redis": (
         {"replicas": {"autoscaling": {"kind": "hpa"}}},
@@ -138,6 +141,16 @@ REFUSED = {
     "a label that selects pods": (
         {"commonLabels": {"app.kubernetes.io/name": "llm"}},
         "app.kubernetes.io/name",
+    ),
+    "a volume and a claim": ({"model": {"claim": {"enabled": True}}}, "exclude each other"),
+    "a download into a volume that is read-only": (
+        {"model": {"download": {"source": "hf://Qwen/Qwen3-8B"}}},
+        "needs a volume that can be written",
+    ),
+    "a download from elsewhere": ({"model": {"download": {"source": "s3://a/b"}}}, "source"),
+    "a token in the manifest": (
+        {"model": {"download": {"extraEnv": [{"name": "HF_TOKEN", "value": "hf_a"}]}}},
+        "HF_TOKEN has its own value below model.download",
     ),
     "two volumes": ({"model": {"volume": {"nfs": {}, "hostPath": {}}}}, "volume"),
 }

@@ -116,11 +116,6 @@ the port. */ -}}
 {{- printf (eq $root.Values.ipFamily "IPv6" | ternary "[$(POD_IP)]:%v" "$(POD_IP):%v") (index . 1) -}}
 {{- end -}}
 
-{{- /* The directory of the model in each container. */ -}}
-{{- define "stepwell.modelDirectory" -}}
-{{- empty .Values.model.path | ternary "/models" (printf "/models/%s" (trimAll "/" .Values.model.path)) -}}
-{{- end -}}
-
 {{- define "stepwell.hasRedis" -}}
 {{- if or .Values.redis.existingSecret .Values.redis.internal.enabled -}}true{{- end -}}
 {{- end -}}

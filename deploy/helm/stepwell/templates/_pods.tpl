@@ -135,11 +135,15 @@ imagePullSecrets:
 {{ include "stepwell.given" (list $of "priorityClassName" "runtimeClassName" "schedulerName" "nodeSelector" "tolerations" "affinity" "hostAliases" "dnsPolicy" "dnsConfig") }}
 {{- end -}}
 
-{{- define "stepwell.extraInitContainers" -}}
-{{- with .extraInitContainers }}
-initContainers:
-  {{- toYaml . | nindent 2 }}
-{{- end }}
+{{- /* The init containers that end before the services start, as items of a list. Argument: list of the root and
+gateway or replica. */ -}}
+{{- define "stepwell.firstContainers" -}}
+{{- $values := (index . 0).Values -}}
+{{- $ofGateway := eq (index . 1) "gateway" -}}
+{{- with ($ofGateway | ternary $values.gateway $values.replicas).extraInitContainers }}
+{{- toYaml . }}
+{{ end }}
+{{- include "stepwell.download" (list (index . 0) $ofGateway ($ofGateway | ternary $values.gateway.image $values.worker.image)) }}
 {{- end -}}
 
 {{- /* Spreads a component's pods over nodes. Argument: list of the root, the component and its values. */ -}}
@@ -193,8 +197,7 @@ envFrom:
 {{- /* Volumes of all pods of services. Argument: list of the root and gateway or replica. */ -}}
 {{- define "stepwell.volumes" -}}
 {{- $root := index . 0 -}}
-- name: model
-  {{- toYaml $root.Values.model.volume | nindent 2 }}
+{{ include "stepwell.modelVolume" . }}
 - name: run
   emptyDir: {medium: Memory, sizeLimit: 16Mi}
 - name: tmp

@@ -185,7 +185,7 @@ spec:
   {{- include "stepwell.spread" (list $root "replica" $replicas) | nindent 2 }}
   terminationGracePeriodSeconds: {{ add $replicas.preStopSeconds $replicas.drainSeconds 15 }}
   initContainers:
-    {{- include "stepwell.more" $replicas.extraInitContainers | nindent 4 }}
+    {{- include "stepwell.firstContainers" (list $root "replica") | nindent 4 }}
     - {{- include "stepwell.kvpoolContainer" $root | nindent 6 }}
     - name: worker
       restartPolicy: Always
@@ -208,7 +208,10 @@ spec:
   {{- include "stepwell.podSpec" (list $root $root.Values.replicas) | nindent 2 }}
   {{- include "stepwell.spread" (list $root "rank" $root.Values.replicas) | nindent 2 }}
   terminationGracePeriodSeconds: {{ add .serveSeconds 15 }}
-  {{- include "stepwell.extraInitContainers" $root.Values.replicas | nindent 2 }}
+  {{- with include "stepwell.firstContainers" (list $root "replica") }}
+  initContainers:
+    {{- . | nindent 4 }}
+  {{- end }}
   containers:
     - name: worker
       {{- if .serveSeconds }}

@@ -47,8 +47,25 @@ value. */ -}}
 {{- fail (printf "gateway.service.%s needs another gateway.service.type than %s" $name $service.type) -}}
 {{- end -}}
 {{- end -}}
-{{- if empty $values.model.volume -}}
-{{- fail "model.volume must be given: the volume that holds the model's files, such as {persistentVolumeClaim: {claimName: models}}" -}}
+{{- $model := $values.model -}}
+{{- if not (or $model.volume $model.claim.enabled $model.download.source) -}}
+{{- fail "model.volume, model.claim.enabled or model.download.source must be given: a volume with the model's files such as {persistentVolumeClaim: {claimName: models}}, a claim that the chart creates, or a model to download such as hf://Qwen/Qwen3-0.6B" -}}
+{{- end -}}
+{{- if and $model.volume $model.claim.enabled -}}
+{{- fail "model.volume and model.claim.enabled exclude each other" -}}
+{{- end -}}
+{{- $volume := default dict $model.volume -}}
+{{- $readOnly := hasKey $volume "image" -}}
+{{- range $kind := list "persistentVolumeClaim" "csi" "nfs" -}}
+{{- $readOnly = or $readOnly (dig $kind "readOnly" false $volume) -}}
+{{- end -}}
+{{- if and $model.download.source $readOnly -}}
+{{- fail "model.download.source needs a volume that can be written, but model.volume is read-only: remove readOnly, or use model.claim" -}}
+{{- end -}}
+{{- range $variable := $model.download.extraEnv -}}
+{{- if or (hasPrefix "STEPWELL_" $variable.name) (has $variable.name (list "HF_ENDPOINT" "HF_TOKEN")) -}}
+{{- fail (printf "model.download.extraEnv: %s has its own value below model.download" $variable.name) -}}
+{{- end -}}
 {{- end -}}
 {{- if and $values.redis.existingSecret $values.redis.internal.enabled -}}
 {{- fail "redis.existingSecret and redis.internal.enabled exclude each other" -}}
