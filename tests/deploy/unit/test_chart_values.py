@@ -3,6 +3,7 @@
 import json
 import re
 import tomllib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ FURTHER = {
     "download-shared": {"StatefulSet", "Pod", "PersistentVolumeClaim"},
     "ingress": {"StatefulSet", "Pod", "Ingress"},
     "gateway-api": {"StatefulSet", "Pod", "HTTPRoute", "GRPCRoute"},
-    "extended": {"StatefulSet", "Pod", "ConfigMap"},
+    "extended": {"StatefulSet", "Pod", "ConfigMap", "Certificate"},
     "everything": {
         *("StatefulSet", "Pod", "HorizontalPodAutoscaler", "InferencePool"),
         *("ServiceMonitor", "PrometheusRule", "PersistentVolumeClaim", "ConfigMap"),
@@ -162,6 +163,31 @@ def test_every_example_is_rendered(releases: dict[str, Rendered]) -> None:
         assert release.refused is None, (name, release.refused)
         assert release.lint == [], name
         assert release.kinds() == EVERY_RELEASE | FURTHER[name], name
+
+
+def test_every_value_that_is_empty_by_default_is_in_an_example() -> None:
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    del values["containerSecurityContext"]  # `false` is the secure value there
+    given = {path for name in NAMES for path in _paths(example(name))}
+    empty = {path for path, value in _leaves(values) if value in (None, "") or value is False}
+    assert empty - given == set()
+
+
+def _leaves(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Paths and values of all values that are no maps. An empty map or list counts as None."""
+    if isinstance(values, dict) and values:
+        for key, value in values.items():
+            yield from _leaves(value, f"{path}.{key}")
+    else:
+        yield path, None if values in ({}, []) else values
+
+
+def _paths(values: Any, path: str = "") -> Iterator[str]:
+    """Paths of all values, including maps."""
+    yield path
+    if isinstance(values, dict):
+        for key, value in values.items():
+            yield from _paths(value, f"{path}.{key}")
 
 
 def test_values_that_cannot_work_are_refused_with_the_reason() -> None:
