@@ -8,6 +8,7 @@ import yaml
 
 from services.common.process.settings import env_prefix, parse_settings
 from services.common.rpc.addresses import split_host_port
+from services.download.settings import DownloadSettings
 from services.gateway.settings import GatewaySettings
 from services.kvpool.settings import KVPoolSettings
 from services.scheduler.settings import SchedulerSettings
@@ -30,6 +31,7 @@ VARIANTS = {
     "secrets": ("compose.yaml", "secrets.yaml"),
     "small": ("small.yaml",),
     "replica": ("replica.yaml",),
+    "download": ("download.yaml",),
     "gpu": ("compose.yaml", "gpu.yaml"),
     "small on a GPU": ("small.yaml", "gpu-small.yaml"),
     "replica on a GPU": ("replica.yaml", "gpu-small.yaml"),
@@ -86,6 +88,17 @@ def test_every_variable_is_a_setting_of_its_service(variant: str, name: str) -> 
     settings_of(service)  # raises SettingError for an unknown or invalid variable
 
 
+def test_a_download_is_what_the_services_mount() -> None:
+    service = services_of("download.yaml", HF_MODEL="Qwen/Qwen3-0.6B@main")["download"]
+    environ = {name: str(value) for name, value in service["environment"].items()}
+    assert service["entrypoint"] == ["python3", "-m", "services.download"]
+    settings = parse_settings(DownloadSettings, "download", [], environ)
+    assert str(settings.model) == "Qwen/Qwen3-0.6B@main"
+    assert "../../models:/models" in service["volumes"]
+    assert str(settings.directory) == f"/models/{settings.model}"
+    assert environ["HF_ENDPOINT"] == "https://huggingface.co"
+
+
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if "simulated" in name])
 def test_simulated_devices_have_the_profile_and_the_faults_of_the_environment(variant: str) -> None:
     variables = {"PROFILE": "l4", "DEVICE_FAULTS": "at step 9: hang 1 s; at step 10: fail"}
@@ -122,7 +135,8 @@ def test_every_container_is_confined(variant: str, name: str) -> None:
     assert service["read_only"]
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
-    assert service["restart"] == "unless-stopped"
+    ends = role_of(service) == "download"
+    assert service["restart"] == ("no" if ends else "unless-stopped")
     assert service["mem_limit"]
     assert service["pids_limit"]
     assert service["logging"]["options"].keys() == {"max-size", "max-file"}
