@@ -1,7 +1,8 @@
 """Writes the reference pages from the code: `python -m tools.reference_pages`.
 
 docs/settings.md and docs/fields.md have lists of settings and of request fields, docs/metrics.md
-lists of metrics. Each list is between a line `<!-- NAME -->` and a line `<!-- end -->`.
+lists of metrics, and the README of the Helm chart its values. Each list is between a line
+`<!-- NAME -->` and a line `<!-- end -->`.
 """
 
 import dataclasses
@@ -29,10 +30,14 @@ from services.gateway.settings import GatewaySettings
 from services.kvpool.settings import KVPoolSettings
 from services.scheduler.settings import SchedulerSettings
 from services.worker.settings import WorkerSettings
+from tools.chart_values import VALUES, chart_values
 
 _FIELDS = "__dataclass_fields__"
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES = [DOCS / name for name in ("settings.md", "metrics.md", "fields.md")]
+PAGES = [
+    *(DOCS / name for name in ("settings.md", "metrics.md", "fields.md")),
+    VALUES.with_name("README.md"),
+]
 METRICS: dict[str, tuple[MetricSpec, ...]] = {
     "metrics: vllm": vllm.SPECS,
     "metrics: replica": replica.SPECS,
@@ -134,6 +139,7 @@ LISTS: dict[str, Callable[[], Iterable[str]]] = {
     **{name: lambda specs=specs: metrics(specs) for name, specs in METRICS.items()},  # type: ignore[misc]
     **{name: lambda cls=cls: settings(cls) for name, cls in SETTINGS.items()},  # type: ignore[misc]
     "fields": request_fields,
+    "values": lambda: chart_values(_wrapped),
 }
 
 

@@ -18,6 +18,7 @@ PAGES = [
 LINKED = [
     *PAGES,
     ROOT / "models/demo/README.md",
+    ROOT / "deploy/helm/stepwell/README.md",
     *sorted((ROOT / "tests").rglob("README.md")),
     *sorted((ROOT / "benchmarks/results").glob("*.md")),
 ]
