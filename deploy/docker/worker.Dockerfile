@@ -58,6 +58,8 @@ RUN mkdir gen \
        -I protos --python_out=gen --grpc_python_out=gen {} +
 COPY README.md LICENSE ./
 COPY services services
+# services/gateway/options/viewer/rules is a link to this directory.
+COPY deploy/prometheus/rules deploy/prometheus/rules
 RUN python3 -m hatchling build --target wheel \
     && python3 -m zipfile -e dist/*.whl /code \
     && python3 -m compileall -q --invalidation-mode unchecked-hash /code

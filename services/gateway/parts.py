@@ -93,6 +93,7 @@ class Parts:
             self.prefix_index,
             self.gate,
             running,
+            lambda: self.fleet_metrics.collect(exemplars=False),
             self.observer,
             loop,
             gateway_id,

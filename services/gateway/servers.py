@@ -129,7 +129,7 @@ def admin_server(parts: Parts) -> HttpServer | None:
             *LoraRoutes(
                 parts.inference.adapters, administration, bodies, settings.lora_dir
             ).routes(),
-            *(route for option in parts.options for route in option.operator_routes()),
+            *(route for option in parts.options for route in option.operator_routes(parts.options)),
         ),
         Access({settings.admin_key: ANYONE} if settings.admin_key else {}),
         checks=(refuse_web_pages,),

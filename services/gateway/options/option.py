@@ -3,7 +3,16 @@ requests and adds routes.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Container,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -50,6 +59,8 @@ class OptionParts:
     gate: Gate
     running: Mapping[int, RequestRecord]
     """The records of unfinished calls, the oldest first."""
+    collect_metrics: Callable[[], Awaitable[bytes]]
+    """Returns the metrics of the gateway and all its replicas as text."""
     observer: Observer
     """An option may append to the observer's attribute `listeners`."""
     clock: Clock
@@ -79,6 +90,8 @@ class Option:
     """Replaces the default check of clients' access. None keeps the default."""
     private_labels: Sequence[str] = ()
     """Names of metric labels. Clients may not see time series that have one of these labels."""
+    redis_uses: Mapping[str, str] = {}
+    """Maps what the option reads from Redis for each request to what happens without Redis."""
 
     def __init__(self, settings: Any, parts: OptionParts) -> None:
         """`settings` are all settings of the gateway, including this option's. Raises SettingError
@@ -101,7 +114,7 @@ class Option:
         """
         return ()
 
-    def operator_routes(self) -> Sequence[Route]:
+    def operator_routes(self, options: "Options") -> Sequence[Route]:  # noqa: ARG002
         return ()
 
     def calls(

@@ -143,6 +143,17 @@ def test_what_is_copied_is_sent_to_the_engine() -> None:
                     assert any((source + "/").startswith(name + "/") for name in allowed), source
 
 
+def test_what_the_services_link_to_is_copied_to_the_same_place() -> None:
+    linked = {
+        str(path.resolve().relative_to(ROOT))
+        for path in (ROOT / "services").rglob("*")
+        if path.is_symlink()
+    }
+    assert linked == {"deploy/prometheus/rules"}
+    for path in (SERVICES, WORKER):
+        assert {f"{each} {each}" for each in linked} <= {*stages_of(path)["code"].all("COPY")}
+
+
 def test_kernels_are_compiled_by_the_files_that_are_copied_for_it(tmp_path: Path) -> None:
     stage = stages_of(WORKER)["kernels"]
     for text in stage.all("COPY"):

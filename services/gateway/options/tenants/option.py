@@ -99,6 +99,10 @@ class Tenants(Option):
         fleet = parts.engine
         membership = fleet.membership
         estimate = CachedEstimate(parts.prefix_index, lambda: membership.replicas)
+        if self._store is not None and parts.redis_url is not None:
+            self.redis_uses = {"limits of tenants": "each gateway applies its part of the limits"}
+            if settings.api_keys_in_redis:
+                self.redis_uses |= {"API keys": "only keys that were used recently work"}
         self._limits = TenantLimits(self.limit_store, parts.gateway_id, estimate.num_cached_tokens)
         self._observer = parts.observer
         self._max_body_bytes = parts.settings.max_body_bytes

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import socket
 import time
 from collections.abc import Sequence
 
@@ -24,6 +25,9 @@ from services.gateway.options.viewer.activity.history import HistoryKeeper
 from services.gateway.options.viewer.activity.routes import ActivityRoutes
 from services.gateway.options.viewer.core.history import History
 from services.gateway.options.viewer.core.trace_store import TraceStore
+from services.gateway.options.viewer.overview.fleet_watch import FleetWatch
+from services.gateway.options.viewer.overview.redis_probe import RedisProbe
+from services.gateway.options.viewer.overview.routes import OverviewRoutes
 from services.gateway.options.viewer.pages import UiPages, UiRole
 from services.gateway.options.viewer.settings import ViewerSettings
 from services.gateway.options.viewer.traces.keeping import StoreExporter, TraceServicer
@@ -53,6 +57,13 @@ class Viewer(Option):
             self._history, fleet.membership, links, lambda: fleet.num_waiting
         )
         self._feed = ActivityFeed(fleet.membership, links, parts.prefix_index)
+        self._watch = FleetWatch(
+            socket.gethostname(),
+            parts.collect_metrics,
+            lambda: [link.address for link in links.all()],
+        )
+        self._redis = _make_probe(parts.redis_url)
+        self._is_served = False
         self._running = RunningTraces(parts.running, links, parts.inference.model_name)
         self.store: TraceStore | None = None
         """The stored traces. It is None if traces are not stored."""
@@ -64,10 +75,10 @@ class Viewer(Option):
             self.store = TraceStore(_MAX_STORED_BYTES // 2**15, _MAX_STORED_BYTES)
 
     def routes(self, parts: RouteParts, options: Options) -> Sequence[Route]:  # noqa: ARG002
-        return self._routes(sees_all=False) if self._settings.ui else ()
+        return self._routes(options, sees_all=False) if self._settings.ui else ()
 
-    def operator_routes(self) -> Sequence[Route]:
-        return self._routes(sees_all=True)
+    def operator_routes(self, options: Options) -> Sequence[Route]:
+        return self._routes(options, sees_all=True)
 
     def wrap(self, app: ASGIApp, *, for_operators: bool) -> ASGIApp:
         if for_operators:
@@ -119,7 +130,16 @@ class Viewer(Option):
         )
 
     async def run(self) -> None:
-        await self._keeper.run()
+        """Takes samples, if any server shows them."""
+        if not self._is_served:
+            await super().run()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._keeper.run())
+                tasks.create_task(self._watch.run())
+        finally:
+            if self._redis is not None:
+                await self._redis.close()
 
     async def stop(self, second_stop: asyncio.Event | None) -> None:
         """Stops the OTLP server after at most `trace_linger_seconds`, so that it can receive the
@@ -133,13 +153,24 @@ class Viewer(Option):
                     await second_stop.wait()
         await self._server.drain(_LAST_EXPORTS_SECONDS)
 
-    def _routes(self, *, sees_all: bool) -> Sequence[Route]:
+    def _routes(self, options: Options, *, sees_all: bool) -> Sequence[Route]:
         """Returns the routes /activity and /traces. If `sees_all` is true, they show the data of
         all callers, and otherwise only the data of the request's own caller.
         """
+        self._is_served = True
         parts = self._parts
+        uses = {name: without for one in options for name, without in one.redis_uses.items()}
+        overview = OverviewRoutes(self._watch, self._redis, uses, sees_all=sees_all)
         activity = ActivityRoutes(
             self._feed, self._history, parts.inference, parts.engine, parts.gate, sees_all=sees_all
         )
         traces = TraceRoutes(self.store, self._running, sees_all=sees_all)
-        return (*activity.routes(), *traces.routes())
+        return (*activity.routes(), *overview.routes(), *traces.routes())
+
+
+def _make_probe(redis_url: str | None) -> RedisProbe | None:
+    if redis_url is None:
+        return None
+    from services.common.redis.connection import RedisConnection  # noqa: PLC0415 - an extra
+
+    return RedisProbe(RedisConnection(redis_url))

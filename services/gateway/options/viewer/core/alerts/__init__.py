@@ -1,0 +1,1 @@
+"""Evaluates Prometheus' alert rules over samples of the metrics of a gateway and its replicas."""

@@ -1,0 +1,1 @@
+"""Describes the fleet for operators: alerts, tenants, refusals, processes, and Redis."""

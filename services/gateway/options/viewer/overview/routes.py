@@ -1,0 +1,55 @@
+"""The route of the overview: /activity/overview."""
+
+from collections.abc import Mapping, Sequence
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from services.gateway.adapters.http.exchange.route import Route
+from services.gateway.options.viewer.overview import answers
+from services.gateway.options.viewer.overview.fleet_watch import LOOK_SECONDS, FleetWatch
+from services.gateway.options.viewer.overview.overview_document import (
+    overview_document,
+    redis_uses,
+)
+from services.gateway.options.viewer.overview.redis_probe import RedisProbe
+
+OVERVIEW = "/activity/overview"
+
+
+class OverviewRoutes:
+    """The handler of the route. If `sees_all` is true, a caller sees all tenants, and otherwise
+    only itself.
+    """
+
+    def __init__(
+        self,
+        watch: FleetWatch,
+        redis: RedisProbe | None,
+        redis_uses: Mapping[str, str],
+        *,
+        sees_all: bool,
+    ) -> None:
+        """`redis_uses` maps what options use Redis for to what happens without Redis."""
+        self._watch = watch
+        self._redis = redis
+        self._redis_uses = redis_uses
+        self._sees_all = sees_all
+
+    def routes(self) -> Sequence[Route]:
+        return (Route(OVERVIEW, self.overview, answers.Overview, is_polled=True),)
+
+    async def overview(self, request: Request) -> Response:
+        """Shows alerts, tenants, refusals, processes with versions and certificates, and Redis."""
+        await self._watch.look()
+        caller_id: str = request.state.caller.caller_id
+        document = overview_document(self._watch, None if self._sees_all else caller_id or None)
+        document["redis"] = None
+        if self._redis is not None:
+            found = await self._redis.look(LOOK_SECONDS)
+            of_options = [
+                {"name": name, "works": None, "without": without}
+                for name, without in self._redis_uses.items()
+            ]
+            document["redis"] = found | {"uses": [*redis_uses(self._watch.store), *of_options]}
+        return JSONResponse(document, headers={"Cache-Control": "no-store"})
