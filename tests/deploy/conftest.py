@@ -19,7 +19,7 @@ EXAMPLES = ROOT / "deploy" / "helm" / "examples"
 NAMES = (
     *("small", "fleet", "tls-cert-manager", "tls-secrets", "tensor-parallel-gpu", "simulated"),
     *("openshift", "ingress", "gateway-api", "extended", "download", "download-shared"),
-    "everything",
+    *("adjusted", "everything"),
 )
 
 Values = dict[str, Any]
@@ -41,15 +41,21 @@ def groups_without_leader_worker_set() -> Values:
 
 
 def stages_of_ranks() -> Values:
-    """Values for two pipeline stages of two ranks each, on the CPU, and for a route to a pool of
-    gateways.
+    """Values for two pipeline stages of two ranks each, on the CPU, for a route to a pool of
+    gateways, which are replaced at once, and without the objects that other releases have.
     """
     return example(
         "small",
         tensorParallel={"size": 2, "leaderWorkerSet": "never"},
         pipelineParallel={"size": 2},
-        gateway={"httpRoute": {"enabled": True, "parentRefs": [{"name": "public"}]}},
+        gateway={
+            "httpRoute": {"enabled": True, "parentRefs": [{"name": "public"}]},
+            "strategy": {"type": "Recreate"},
+        },
         inferencePool={"enabled": True, "endpointPicker": {"name": "picker"}},
+        networkPolicy={"enabled": False},
+        podDisruptionBudget={"enabled": False},
+        serviceAccount={"create": False},
     )
 
 

@@ -103,7 +103,8 @@ def test_a_node_must_have_room_for_the_volume_of_a_pod(releases: dict[str, Rende
 def test_all_pods_share_the_claim(releases: dict[str, Rendered]) -> None:
     release = releases["download-shared"]
     (claim,) = release.of("PersistentVolumeClaim")
-    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany", "ReadWriteOnce"]
+    assert claim["spec"]["selector"] == {"matchLabels": {"example.org/volume": "models"}}
     assert claim["spec"]["storageClassName"] == "nfs"
     assert claim["spec"]["resources"] == {"requests": {"storage": "50Gi"}}
     assert claim["metadata"]["annotations"] == {"example.org/backup": "false"}

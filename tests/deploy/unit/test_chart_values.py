@@ -12,9 +12,8 @@ import yaml
 from tests.deploy.conftest import CHART, EXAMPLES, NAMES, ROOT, example, render_chart
 from tests.deploy.rendered import Rendered
 
-EVERY_RELEASE = {
-    *("Deployment", "Service", "ServiceAccount", "PodDisruptionBudget", "NetworkPolicy")
-}
+FURTHER_OBJECTS = {"ServiceAccount", "PodDisruptionBudget", "NetworkPolicy"}
+"""They can be turned off, as in `stages`."""
 FURTHER = {
     "small": {"StatefulSet", "Pod"},
     "fleet": {"StatefulSet", "Pod", "ScaledObject"},
@@ -30,6 +29,10 @@ FURTHER = {
     "ingress": {"StatefulSet", "Pod", "Ingress"},
     "gateway-api": {"StatefulSet", "Pod", "HTTPRoute", "GRPCRoute"},
     "extended": {"StatefulSet", "Pod", "ConfigMap", "Certificate"},
+    "adjusted": {
+        *("StatefulSet", "Certificate", "Issuer", "HorizontalPodAutoscaler"),
+        *("PersistentVolumeClaim", "ServiceMonitor", "Pod"),
+    },
     "everything": {
         *("StatefulSet", "Pod", "HorizontalPodAutoscaler", "InferencePool"),
         *("ServiceMonitor", "PrometheusRule", "PersistentVolumeClaim", "ConfigMap"),
@@ -162,15 +165,45 @@ def test_every_example_is_rendered(releases: dict[str, Rendered]) -> None:
     for name, release in releases.items():
         assert release.refused is None, (name, release.refused)
         assert release.lint == [], name
-        assert release.kinds() == EVERY_RELEASE | FURTHER[name], name
+        common = set() if name == "stages" else FURTHER_OBJECTS
+        assert release.kinds() == {"Deployment", "Service"} | common | FURTHER[name], name
 
 
-def test_every_value_that_is_empty_by_default_is_in_an_example() -> None:
-    values = yaml.safe_load((CHART / "values.yaml").read_text())
-    del values["containerSecurityContext"]  # `false` is the secure value there
-    given = {path for name in NAMES for path in _paths(example(name))}
-    empty = {path for path, value in _leaves(values) if value in (None, "") or value is False}
-    assert empty - given == set()
+def test_every_value_is_in_an_example_with_another_value_than_its_default(
+    releases: dict[str, Rendered],
+) -> None:
+    values = yaml.load((CHART / "values.yaml").read_text(), yaml.CSafeLoader)
+    del values["containerSecurityContext"]  # its defaults are the secure values, as are these:
+    for secure in ("runAsNonRoot", "seccompProfile"):
+        del values["podSecurityContext"][secure]
+    given = [dict(_leaves(release.values)) for release in releases.values()]
+    left = {
+        path
+        for path, default in _leaves(values)
+        if all(
+            one == default or not (inner == path or inner.startswith(f"{path}."))
+            for leaves in given
+            for inner, one in leaves.items()
+        )
+    }
+    assert left == set()
+
+
+@pytest.mark.parametrize("name", ["adjusted", "download-shared"])
+def test_every_value_of_an_example_is_in_its_manifests(
+    releases: dict[str, Rendered], name: str
+) -> None:
+    release = releases[name]
+    text = "\n".join(release.texts.values())
+    values = {
+        str(one)
+        for _, value in _leaves(release.values)
+        for one in (value if isinstance(value, list) else [value])
+        if isinstance(one, str | int) and not isinstance(one, bool)
+    }
+    assert len(values) > 15
+    missing = {one for one in values if not re.search(rf"(?<!\w){re.escape(one)}(?!\w)", text)}
+    assert missing == set()
 
 
 def _leaves(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -180,14 +213,6 @@ def _leaves(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from _leaves(value, f"{path}.{key}")
     else:
         yield path, None if values in ({}, []) else values
-
-
-def _paths(values: Any, path: str = "") -> Iterator[str]:
-    """Paths of all values, including maps."""
-    yield path
-    if isinstance(values, dict):
-        for key, value in values.items():
-            yield from _paths(value, f"{path}.{key}")
 
 
 def test_values_that_cannot_work_are_refused_with_the_reason() -> None:
@@ -262,7 +287,7 @@ def test_the_rules_of_the_chart_are_those_of_prometheus(releases: dict[str, Rend
 def test_the_dashboards_of_the_chart_are_those_of_grafana(releases: dict[str, Rendered]) -> None:
     found = {}
     for config_map in releases["everything"].of("ConfigMap"):
-        assert config_map["metadata"]["labels"]["grafana_dashboard"] == "1"
+        assert config_map["metadata"]["labels"]["grafana_dashboard"] == "llm"
         assert config_map["metadata"]["annotations"]["grafana_folder"] == "LLM"
         found |= config_map["data"]
     files = sorted((ROOT / "deploy" / "grafana" / "dashboards").glob("*.json"))

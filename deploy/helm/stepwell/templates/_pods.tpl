@@ -132,7 +132,7 @@ imagePullSecrets:
   - {{ kindIs "map" . | ternary . (dict "name" .) | toJson }}
   {{- end }}
 {{- end }}
-{{ include "stepwell.given" (list $of "priorityClassName" "runtimeClassName" "schedulerName" "nodeSelector" "tolerations" "affinity" "hostAliases" "dnsPolicy" "dnsConfig") }}
+{{ include "stepwell.given" (list $of "priorityClassName" "runtimeClassName" "schedulerName" "nodeSelector" "tolerations" "affinity" "hostAliases" "dnsPolicy" "dnsConfig" "resourceClaims") }}
 {{- end -}}
 
 {{- /* The init containers that end before the services start, as items of a list. Argument: list of the root and
