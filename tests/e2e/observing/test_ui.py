@@ -99,6 +99,8 @@ async def test_the_page_shows_what_the_replica_does_as_it_does_it(shown: Stack) 
             ):
                 await until(page, f"({COLOURS})('{canvas}') > 3")
             await page.wait_for_selector("#event-rows >> text=ready")
+            await page.wait_for_selector("#process-rows >> text=worker 0")
+            await page.wait_for_selector("#alerts-say >> text=no alerts fire now")
             await page.hover("#blocks", position={"x": 5, "y": 5})
             detail = "document.querySelector('#block-detail').textContent"
             await until(page, f"{detail}.startsWith('block 1:')")

@@ -1,6 +1,7 @@
 """The scripts of the page /ui, run in headless Chromium with given values."""
 
 import json
+import re
 from functools import partial
 from typing import Any
 
@@ -139,6 +140,61 @@ def trace_of(name: str, waited_for: str | None) -> dict[str, Any]:
     }
 
 
+def process(service: str, version: str, protocol: str, days_left: float) -> dict[str, Any]:
+    certificate = {"certificate": "internal", "seconds_left": days_left * 86400}
+    release = {"version": version, "protocol": protocol, "started_unix_seconds": 940.0}
+    place = {"service": service, "replica": "", "instance": "host", "rank": None}
+    return place | release | {"certificates": [certificate]}
+
+
+def alert(name: str, began: float, ended: float | None) -> dict[str, Any]:
+    texts = {"summary": f"{name} is true", "description": "It is.", "runbook_url": "docs"}
+    times = {"began_unix_seconds": began, "ended_unix_seconds": ended}
+    return {"name": f"Stepwell{name}", "severity": "critical", **texts, **times}
+
+
+OVERVIEW = {
+    "unix_seconds": 1000.0,
+    "watched_since_unix_seconds": 900.0,
+    "alerts": [alert("One", 990.0, None), alert("Two", 910.0, 950.0)],
+    "num_rules": 3,
+    "rules_left_out": ["Three"],
+    "num_series_left_out": 0,
+    "tenants": [
+        {
+            "tenant": "<b>acme</b>",
+            **{"num_running": 2, "num_waiting": 5, "num_tokens_of_minute": 12345},
+            **{"share_of_minute": 0.75, "num_refused_of_hour": 3},
+        }
+    ],
+    "refusals": [{"reason": "queue_full", "num_of_minute": 1, "num_of_hour": 3}],
+    "processes": [
+        process("gateway", "0.2.0", "3", 57),
+        process("worker", "0.1.0", "2", 0.5),
+    ],
+    "redis": {
+        "address": "redis://host",
+        "seconds": None,
+        "error": "no answer in time",
+        "uses": [{"name": "API keys", "works": None, "without": "old keys work"}],
+    },
+}
+SHOWN_OVERVIEW = {
+    "#alert-rows li:nth-child(1)": "criticalOnesince .*One is trueIt is.",
+    "#alert-rows li:nth-child(2)": "endedTwo.* – .*Two is true",
+    "#alerts-say": "1 alert fires now; .* evaluates 3 rules since .*; not evaluated here: Three",
+    "#tenant-rows": "<b>acme</b>2512.3k75.0 %3",
+    "#refusal-rows": "queue full13",
+    "#process-rows tr:nth-child(1)": "host gateway0.2.031 mininternal 57 d ",
+    "#process-rows tr:nth-child(2) .waits": "0.1.0",
+    "#process-rows tr:nth-child(2) .failed": "2",
+    "#process-rows tr:nth-child(2) span .failed": "internal 12 h 0 min",
+    "#redis-says.failed": "no answer in time",
+    "#redis-rows": "API keyswithout Redis: old keys work",
+}
+"""Maps selectors to the texts, as regular expressions, of the elements that show OVERVIEW."""
+
+
 async def fulfil(answer: dict[str, Any], route: Any) -> None:
     await route.fulfill(json=answer)
 
@@ -169,6 +225,10 @@ async def test_the_scripts_of_the_page_draw_what_they_are_given(served: Serving)
         await page.wait_for_selector("#waterfall-part >> text=began with step 7")
         await page.click("#waterfall-part .link >> text=holder")
         await page.wait_for_selector("#waterfall-title >> text=holder")
+        await page.route("**/activity/overview", partial(fulfil, OVERVIEW))
+        await page.evaluate("import('/ui/overview.js').then((made) => made.showOverview())")
+        for selector, text in SHOWN_OVERVIEW.items():
+            assert re.fullmatch(text, await page.text_content(selector)), selector
         made = await page.evaluate(RENDERED, HOSTILE)
         assert {"p", "strong", "em", "s", "code", "pre", "ul", "ol", "table", "hr"} <= {
             *made["names"]

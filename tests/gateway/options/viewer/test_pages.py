@@ -40,7 +40,7 @@ def test_nothing_is_loaded_from_elsewhere() -> None:
         assert not re.search(r"https?:|//\w+\.\w", text), file.name
         assert "innerHTML" not in text
         assert "style=" not in text
-    assert sum(len(file.read_bytes()) for file in FOLDER.iterdir()) < 80_000
+    assert sum(len(file.read_bytes()) for file in FOLDER.iterdir()) < 90_000
 
 
 async def test_the_page_explains_each_wait_reason_as_the_terminal_does(served: Serving) -> None:

@@ -5,6 +5,7 @@ import { Chat } from "./chat.js";
 import { Pool } from "./pool.js";
 import { History } from "./history.js";
 import { showReplicas, showTabs, stateOf } from "./replicas.js";
+import { showOverview } from "./overview.js";
 import { nameOf, showNumbers, showRequests } from "./requests.js";
 import { byId, idOf } from "./text.js";
 import { Timeline } from "./timeline.js";
@@ -14,6 +15,7 @@ const PERIOD = 400;
 const PERIOD_AFTER_ERROR = 2000;
 const TRACES_PERIOD = 3000;
 const HISTORY_PERIOD = 2000;
+const OVERVIEW_PERIOD = 5000;
 const RATE_SECONDS = 1;
 const PROBLEM_SHOWN = 8000;
 
@@ -28,6 +30,7 @@ let chosen = null;
 let looks = [];
 let tracesListed = 0;
 let historySeen = 0;
+let overviewSeen = 0;
 let showsProblem = "";
 let hiding = 0;
 
@@ -69,6 +72,11 @@ async function look() {
   if (performance.now() >= historySeen + HISTORY_PERIOD || !historySeen) {
     historySeen = performance.now();
     await history.look();
+  }
+  if (performance.now() >= overviewSeen + OVERVIEW_PERIOD || !overviewSeen) {
+    overviewSeen = performance.now();
+    // Not awaited, because a replica or Redis that does not answer delays it.
+    showOverview().catch((error) => (byId("alerts-say").textContent = error.message));
   }
   if (performance.now() >= tracesListed + TRACES_PERIOD || !tracesListed) {
     tracesListed = performance.now();

@@ -29,6 +29,15 @@ export function seconds(value) {
   return `${digits(value * 1e6)} µs`;
 }
 
+export const milliseconds = (value) => `${digits(value * 1e3)} ms`;
+
+/** Returns a long time in its two largest units. */
+export function age(value) {
+  const [days, hours, minutes] = [Math.floor(value / 86400), Math.floor(value / 3600) % 24, Math.floor(value / 60) % 60];
+  if (days) return days >= 10 || !hours ? `${days} d` : `${days} d ${hours} h`;
+  return hours ? `${hours} h ${minutes} min` : value < 60 ? seconds(Math.round(value)) : `${minutes} min`;
+}
+
 export function count(value) {
   if (value >= 1e6) return `${digits(value / 1e6)}M`;
   if (value >= 1e4) return `${digits(value / 1e3)}k`;
