@@ -62,6 +62,54 @@ def _names(release: Rendered, kind: str) -> set[str]:
     return {one["metadata"]["name"] for one in release.of(kind)}
 
 
+def test_fields_with_the_names_of_kubernetes_are_passed_on(releases: dict[str, Rendered]) -> None:
+    service, given = _first(releases["everything"], "Service"), "gateway.service"
+    chosen = _value(releases["everything"], given)
+    own = {"labels", "annotations", "httpPort", "grpcPort", "httpNodePort", "grpcNodePort"}
+    assert {k: v for k, v in chosen.items() if k not in own}.items() <= service["spec"].items()
+    assert [(port["port"], port["nodePort"]) for port in service["spec"]["ports"]] == [
+        *((chosen["httpPort"], chosen["httpNodePort"]), (chosen["grpcPort"], 30090)),
+    ]
+    for kind, given in (("HTTPRoute", "gateway.httpRoute"), ("GRPCRoute", "gateway.grpcRoute")):
+        route, chosen = (
+            _first(releases["gateway-api"], kind),
+            _value(releases["gateway-api"], given),
+        )
+        (rule,) = route["spec"]["rules"]
+        found = {**route["spec"], **rule, **route["metadata"], "enabled": True}
+        assert chosen.pop("labels").items() <= found["labels"].items()
+        assert chosen.items() <= found.items()
+
+
+def test_an_ingress_has_hosts_paths_and_certificates(releases: dict[str, Rendered]) -> None:
+    for ingress in releases["ingress"].of("Ingress"):
+        is_grpc = ingress["metadata"]["name"].endswith("-grpc")
+        chosen = _value(releases["ingress"], f"gateway.{'grpcIngress' if is_grpc else 'ingress'}")
+        assert ingress["metadata"]["annotations"] == chosen["annotations"]
+        assert ingress["spec"]["ingressClassName"] == chosen["className"]
+        assert ingress["spec"]["tls"] == chosen["tls"]
+        found = {
+            rule["host"]: [(path["path"], path["pathType"]) for path in rule["http"]["paths"]]
+            for rule in ingress["spec"]["rules"]
+        }
+        assert found == (
+            {"grpc.llm.example.org": [("/", "Prefix")]}
+            if is_grpc
+            else {"llm.example.org": [("/v1", "Prefix"), ("/health", "Prefix")]}
+        )
+
+
+def _first(release: Rendered, kind: str) -> Object:
+    return release.of(kind)[0]
+
+
+def _value(release: Rendered, path: str) -> Object:
+    value: Object = dict(release.values)
+    for step in path.split("."):
+        value = value[step]
+    return dict(value)
+
+
 def test_ways_in_lead_to_the_port_of_their_protocol(releases: dict[str, Rendered]) -> None:
     leads = set()
     for name, release in releases.items():
