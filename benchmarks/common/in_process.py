@@ -149,6 +149,8 @@ class LocalEngine:
     def limits(self) -> ModelLimits:
         return self._limits
 
+    async def until_limits(self, on_wait: Callable[[str], None]) -> None: ...
+
     def check_room(self, caller: Caller, deadline: float | None) -> None:
         pass
 

@@ -136,10 +136,10 @@ class GatewaySettings(ClientSettings, OptionSettings):
         "resolved every 3 s (default: 127.0.0.1:9001; with redis_url only registered ones)",
         check=_are_schedulers,
     )
-    expected_replicas: int = setting(
-        0,
-        doc="ready replicas that the alert StepwellFewerReplicas expects (0: as many as were ready "
-        "in the last hour)",
+    expected_replicas: int | None = setting(
+        None,
+        doc="ready replicas that the alert StepwellFewerReplicas expects (default: as many as were "
+        "ready in the last hour); 0: an autoscaler may stop all replicas, which is no alert",
         check=at_least(0),
     )
     redis_url: str | None = setting(

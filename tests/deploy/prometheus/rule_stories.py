@@ -108,18 +108,23 @@ STORIES = {
         {"job": "stepwell-replica", "instance": "r:9101"},
         "critical",
     ),
-    "StepwellNoReplicaReady": AlertStory(_replicas(0), _replicas(1), severity="critical"),
+    "StepwellNoReplicaReady": AlertStory(
+        _replicas(0) | {f'stepwell_gateway_replicas_expected{{instance="g",{MODEL}}}': "1x30"},
+        _replicas(0) | {f'stepwell_gateway_replicas_expected{{instance="g",{MODEL}}}': "0x30"},
+        severity="critical",
+        also_broken=_replicas(0),
+    ),
     "StepwellReplicaNotReady": AlertStory(_replicas(1), _replicas(2)),
     "StepwellFewerReplicas": AlertStory(
         _replicas(1) | {f'stepwell_gateway_replicas_expected{{instance="g",{MODEL}}}': "2x30"},
         {
-            f'stepwell_gateway_replicas_ready{{instance="g",{MODEL}}}': "1x10 2x30",
-            f'stepwell_gateway_replicas_expected{{instance="g",{MODEL}}}': "2x30",
+            # An autoscaler has removed a replica, down to the expected number.
+            f'stepwell_gateway_replicas_ready{{instance="g",{MODEL}}}': "3x10 2x30",
+            f'stepwell_gateway_replicas_expected{{instance="g",{MODEL}}}': "2x40",
         },
         # No number of replicas is configured. The lost replica is no longer in the registry.
         also_broken={
             f'stepwell_gateway_replicas_ready{{instance="g",{MODEL}}}': "2x10 1x30",
-            f'stepwell_gateway_replicas_expected{{instance="g",{MODEL}}}': "0x40",
         },
     ),
     "StepwellRestartLoop": AlertStory(

@@ -23,6 +23,7 @@ FURTHER = {
     "tls-secrets": {"StatefulSet"},
     "tensor-parallel-gpu": {"LeaderWorkerSet", "Pod"},
     "simulated": {"StatefulSet", "Pod"},
+    "scale-to-zero": {"StatefulSet", "Pod", "ScaledObject", "ServiceMonitor"},
     "openshift": {"StatefulSet", "Pod"},
     "download": {"StatefulSet", "Pod"},
     "download-shared": {"StatefulSet", "Pod", "PersistentVolumeClaim"},
@@ -58,6 +59,13 @@ REFUSED = {
     "KEDA without Prometheus": (
         {"replicas": {"autoscaling": {"kind": "keda"}}, "redis": {"existingSecret": "a"}},
         "prometheusAddress",
+    ),
+    "a first replica that nothing starts": (
+        {
+            "replicas": {"autoscaling": {"kind": "hpa", "minReplicas": 0}},
+            "redis": {"existingSecret": "a"},
+        },
+        "minReplicas 0 needs kind keda",
     ),
     "scaled groups": (
         {

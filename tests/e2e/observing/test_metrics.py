@@ -18,7 +18,7 @@ from tools.reference_pages import ALL_SPECS, labels
 # reading. The tests of these features cover them.
 ABSENT = re.compile(
     r"vllm:(lora|spec_decode)_|stepwell_(tls|directory|cache_nodes|registration|discovery|tenant|idempotent_log|"
-    r"program|pause_seconds|retained_|recomputed_|idempotent_sharing|idempotent_answers_(alone|fenced)|gateway_readers|gateway_queue)"
+    r"program|pause_seconds|retained_|recomputed_|idempotent_sharing|idempotent_answers_(alone|fenced)|gateway_readers|gateway_queue|gateway_replicas_expected)"
 )
 
 

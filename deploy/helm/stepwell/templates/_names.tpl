@@ -120,6 +120,11 @@ the port. */ -}}
 {{- if or .Values.redis.existingSecret .Values.redis.internal.enabled -}}true{{- end -}}
 {{- end -}}
 
+{{- /* Whether no replica may run while there are no requests. */ -}}
+{{- define "stepwell.scalesToZero" -}}
+{{- if and (eq .Values.replicas.autoscaling.kind "keda") (eq (int .Values.replicas.autoscaling.minReplicas) 0) -}}true{{- end -}}
+{{- end -}}
+
 {{- /* The number of ranks of a model, which is the number of pods of a replica. */ -}}
 {{- define "stepwell.numRanks" -}}
 {{- mul (int .Values.tensorParallel.size) (int .Values.pipelineParallel.size) -}}

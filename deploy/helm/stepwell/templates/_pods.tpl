@@ -95,13 +95,14 @@ service. */ -}}
 port;
 probes, the values of the service's probes;
 startFor, the name of the service that the startup probe checks, and its time limit startSeconds;
+readyFor, the name of the service that the readiness probe checks, if it is not `ready`;
 unreadySeconds, the time after which a pod that is not ready is removed from its Service. */ -}}
 {{- define "stepwell.probes" -}}
 startupProbe:
   grpc: {port: {{ .port }}, service: {{ .startFor | quote }}}
   {{- include "stepwell.probe" (list .probes.startup .startSeconds) | nindent 2 }}
 readinessProbe:
-  grpc: {port: {{ .port }}, service: ready}
+  grpc: {port: {{ .port }}, service: {{ hasKey . "readyFor" | ternary .readyFor "ready" | quote }}}
   {{- include "stepwell.probe" (list .probes.readiness .unreadySeconds) | nindent 2 }}
 livenessProbe:
   grpc: {port: {{ .port }}, service: ""}

@@ -118,7 +118,7 @@ GATEWAY_REPLICAS_READY = _specs.gauge(
 GATEWAY_REPLICAS_EXPECTED = _specs.gauge(
     "stepwell_gateway_replicas_expected",
     "replicas",
-    "Replicas that should be ready; 0 if no number is set.",
+    "Replicas that should be ready, by --expected-replicas.",
     "model_name",
 )
 GATEWAY_REPLICAS_SILENT = _specs.gauge(

@@ -15,8 +15,10 @@ from services.gateway.core.fleet.fleet import Fleet
 class FleetCollector(Collector):
     """Counts of the replicas that this gateway knows, read at each scrape."""
 
-    def __init__(self, fleet: Fleet, model_name: str, num_expected: int) -> None:
-        """`num_expected` is the number of replicas that should be ready, or 0 if it was not set."""
+    def __init__(self, fleet: Fleet, model_name: str, num_expected: int | None) -> None:
+        """`num_expected` is the number of replicas that should be ready, or None if it was not
+        set.
+        """
         self._fleet = fleet
         self._model = model_name
         self._num_expected = num_expected
@@ -32,9 +34,10 @@ class FleetCollector(Collector):
             (edge.GATEWAY_REPLICAS_SILENT, self.num_silent),
             (edge.GATEWAY_RESUBMISSIONS, self._fleet.num_resubmissions),
         ):
-            metric = value_family(name)
-            metric.add_metric([self._model], value)
-            yield metric
+            if value is not None:
+                metric = value_family(name)
+                metric.add_metric([self._model], value)
+                yield metric
 
 
 class FleetMetrics:

@@ -116,6 +116,11 @@ class Fleet:
     def limits(self) -> ModelLimits:
         return self.membership.limits()
 
+    async def until_limits(self, on_wait: Callable[[str], None]) -> None:
+        if self.membership.known_limits is None:
+            on_wait(NO_REPLICA)
+            await self.membership.until_limits()
+
     def _num_queued_tokens(self) -> int:
         """Returns the number of prompt tokens, computed or not, of all sequences without output."""
         running = [one for replica in self.membership.replicas for one in replica.running.values()]

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from services.common.errors import Unavailable
@@ -69,6 +70,8 @@ class Membership:
         """Set whenever a replica joins, leaves or changes. The task that waits for it clears it."""
         self._ready: Sequence[Replica] | None = None
         self._by_address: dict[str, Replica] = {}
+        self._has_limits = asyncio.Event()
+        self._patience_seconds = patience_seconds
         self._links = links
         self._clock = clock
         self._listener = listener
@@ -126,6 +129,12 @@ class Membership:
             raise no_replica_ready(self.why_not_ready())
         return self.known_limits
 
+    async def until_limits(self) -> None:
+        """Waits at most `patience_seconds` for the limits of the first ready replica."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._patience_seconds):
+                await self._has_limits.wait()
+
     def max_model_len(self) -> int | None:
         """The model's context length, or None while no replica is ready."""
         return self.limits().max_model_len if self.num_ready else None
@@ -144,6 +153,7 @@ class Membership:
         ]
         if limits:
             self.known_limits = tightest_limits(limits)
+            self._has_limits.set()
         self.changed.set()
         return was_replaced
 

@@ -81,6 +81,12 @@ class Engine(Source, Protocol):
     def limits(self) -> ModelLimits:
         """Returns the limits of a request. Raises Unavailable if no replica was ready so far."""
 
+    async def until_limits(self, on_wait: Callable[[str], None]) -> None:
+        """Waits until a replica has been ready, at most as long as a sequence waits for a replica.
+        After a wait in vain, `limits` raises Unavailable. Before a wait, calls `on_wait` with its
+        reason.
+        """
+
     def check_room(self, caller: Caller, deadline: float | None) -> None:
         """Raises ResourceExhausted if a request of the caller would be refused now, and
         DeadlineExceeded if the request would not end by `deadline`.

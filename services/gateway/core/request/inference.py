@@ -121,6 +121,12 @@ class Inference:
             return limits
         return replace(limits, eos_token_ids=(*limits.eos_token_ids, eos_token_id))
 
+    async def until_limits(self, on_wait: Callable[[str], None]) -> None:
+        """Waits for the first replica, such as one that an autoscaler starts for this request. Call
+        this method before a request is tokenized. Before a wait, calls `on_wait` with its reason.
+        """
+        await self._engine.until_limits(on_wait)
+
     def check_pools(self, task: PoolingTask | None = None) -> Pooler:
         """Returns the model's pooler. Raises InvalidArgument if the model generates text, or if
         `task` is given and is not the pooler's task.

@@ -77,6 +77,7 @@ class SessionCalls:
                 arrival = work.enter_context(
                     parts.inference.arriving(caller, deadline, needs_room=session.held is None)
                 )
+                await parts.inference.until_limits(record.wait)
                 record.enter(Part.TOKENIZE)
                 if is_chat and session.token_ids:
                     raise InvalidArgument(

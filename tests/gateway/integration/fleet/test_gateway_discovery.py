@@ -99,6 +99,24 @@ async def test_a_scheduler_joins_two_gateways_and_disappears_with_its_lease(
 
 
 @needs_redis
+async def test_requests_before_the_first_replica_count_as_in_flight_and_wait_for_it(
+    model: Path, redis: RedisServer
+) -> None:
+    """As where an autoscaler starts replicas only if there are requests in flight."""
+    in_flight = 'stepwell_gateway_requests_in_flight{model_name="tiny"}'
+    async with discovering(model, redis) as served:
+        leaving = asyncio.create_task(complete(served))
+        waiting, stream = asyncio.create_task(complete(served)), Stream(served)
+        await until_metric(served, in_flight, lambda number: number == 3)
+        leaving.cancel()
+        await until_metric(served, in_flight, lambda number: number == 2)
+        async with registered(redis.url):
+            assert await waiting == 200
+            await stream.task
+        assert (stream.error, stream.token_ids) == (None, expected(30))
+
+
+@needs_redis
 async def test_one_that_drains_leaves_without_an_error_for_what_runs_there(
     model: Path, redis: RedisServer
 ) -> None:

@@ -5,7 +5,7 @@ gateway's core with a fake engine.
 import asyncio
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +57,8 @@ class StepEngine:
 
     def limits(self) -> ModelLimits:
         return ModelLimits(1000, 1000, VOCAB_SIZE, (), priority_scheduling=False, hidden_size=4)
+
+    async def until_limits(self, on_wait: Callable[[str], None]) -> None: ...
 
     def check_room(self, caller: Caller, deadline: float | None) -> None: ...
 

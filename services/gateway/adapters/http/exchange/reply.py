@@ -124,6 +124,7 @@ class GenerationReply:
         inference, record, body = self._inference, exchange.record, exchange.body
         is_stream = isinstance(body, StreamedBody) and bool(body.stream)
         async with until(exchange.deadline):
+            await inference.until_limits(record.wait)
             record.enter(Part.TOKENIZE)
             request = await exchange.to_request()
             if request.output_form is not None:
