@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,8 @@ from services.common.tls.settings import TlsFields, tls_of
 from services.gateway.adapters.process_limits import connections_within_limit, give_memory_back
 from services.gateway.adapters.tokenizer.chat_template_options import ChatTemplateOptions
 from services.gateway.adapters.tokenizer.hf_tokenizer import HfTokenizer, load_tokenizer
+from services.gateway.models.further_models import further_models
+from services.gateway.options.option import Option
 from services.gateway.parts import Parts
 from services.gateway.servers import admin_server, grpc_server, http_server
 from services.gateway.settings import GatewaySettings
@@ -72,13 +75,9 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         tls_of(settings) as internal_tls,
         tls_of(settings, PUBLIC_TLS) as tls,
     ):
-        chat_template = ChatTemplateOptions(
-            settings.chat_template,
-            settings.chat_template_variables,
-            settings.chat_template_content_format,
-        )
-        tokenizer = load_tokenizer(settings.model, chat_template)
-        gateway = Gateway(settings, tokenizer, tracing, tls, internal_tls, meter)
+        further = [(one, tokenizer_of(one)) for one in further_models(settings)]
+        tokenizer = tokenizer_of(settings)
+        gateway = Gateway(settings, tokenizer, tracing, tls, internal_tls, meter, further)
         addresses = await gateway.start()
         # A full collection over all objects would block the event loop. Objects loaded so far live
         # until the process ends, so they are frozen. Requests form no reference cycles, so they
@@ -88,7 +87,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         gc.set_threshold(_NEW_OBJECTS_BEFORE_COLLECTION)
         logger.info(
             "serving %s: HTTP on %s, gRPC on %s",
-            settings.model_name,
+            ", ".join(parts.settings.model_name for parts in gateway.models),
             addresses.http,
             addresses.grpc,
         )
@@ -99,6 +98,16 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         if addresses.admin is not None:
             logger.info("operators' calls are served on %s", addresses.admin)
         await gateway.serve_until(stop)
+
+
+def tokenizer_of(settings: GatewaySettings) -> HfTokenizer:
+    """Loads the tokenizer of a model, with the settings of its chat template."""
+    chat_template = ChatTemplateOptions(
+        settings.chat_template,
+        settings.chat_template_variables,
+        settings.chat_template_content_format,
+    )
+    return load_tokenizer(settings.model, chat_template)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,19 +131,36 @@ class Gateway:
         tls: "Tls | None" = None,
         internal_tls: "Tls | None" = None,
         meter: Meter | None = None,
+        further: Sequence[tuple[GatewaySettings, HfTokenizer]] = (),
     ) -> None:
-        """Passes the arguments to Parts. Raises SettingError if settings conflict."""
+        """Passes the arguments to Parts. `further` are the settings and tokenizers of further
+        models. Raises SettingError if settings conflict.
+        """
         settings.require_admin_key()
-        settings.require_tool_call_parser()
         self._settings = settings
-        self.parts = Parts(settings, tokenizer, tracing, tls, internal_tls, meter)
+        labels = {"model_name": settings.model_name} if further else None
+        self.parts = Parts(settings, tokenizer, tracing, tls, internal_tls, meter, labels=labels)
+        self.models = [self.parts]
+        """The parts of each model, the first model's first."""
+        for one, own_tokenizer in further:
+            labels = {"model_name": one.model_name}
+            parts = Parts(
+                one, own_tokenizer, self.parts.tracing, tls, internal_tls, meter,
+                labels=labels, is_first=False,
+            )  # fmt: skip
+            self.models.append(parts)
+            for option, of_first in zip(parts.options, self.parts.options, strict=True):
+                option.join(of_first)
+        for parts in self.models:
+            parts.settings.require_tool_call_parser()
+            parts.join([other for other in self.models if other is not parts])
         self.fleet = self.parts.fleet
         self.membership = self.parts.membership
         self.gate = self.parts.gate
         max_connections = connections_within_limit(settings.max_connections)
-        self._http = http_server(self.parts, max_connections)
-        self._admin = admin_server(self.parts)
-        self._grpc = grpc_server(self.parts, max_connections)
+        self._http = http_server(self.models, max_connections)
+        self._admin = admin_server(self.models)
+        self._grpc = grpc_server(self.models, max_connections)
         self._tasks: list[asyncio.Task[None]] = []
         self._loop = asyncio.get_running_loop()
         self._metrics = contextlib.ExitStack()
@@ -146,16 +172,15 @@ class Gateway:
         password, or if the file with clients' API keys cannot be read. After an error, no address
         is open.
         """
-        await self.parts.follower.require_usable()
-        for option in self.parts.options:
-            await option.require_usable()
+        for parts in self.models:
+            await parts.require_usable()
         try:
             http_address = await self._http.start(self._settings.http_address)
             grpc_address = await self._grpc.start(
                 self._settings.address, self._settings.health_address, self._settings.health_file
             )
             admin_address = await self._start_admin()
-            for option in self.parts.options:
+            for option in self._options():
                 await option.start()
             metrics_address = self._metrics.enter_context(
                 serving_metrics(self._render_metrics, self._settings.metrics_address)
@@ -166,11 +191,8 @@ class Gateway:
             await self._stop_options(None)
             raise
         self._tasks = [
-            asyncio.create_task(self.parts.links.run()),
-            asyncio.create_task(self.parts.discovery.run()),
-            asyncio.create_task(self._follow_readiness()),
-            asyncio.create_task(self.parts.follower.run()),
-            *(asyncio.create_task(option.run()) for option in self.parts.options),
+            *(asyncio.create_task(self._follow_readiness(parts)) for parts in self.models),
+            *(task for parts in self.models for task in parts.start_tasks()),
         ]
         return Addresses(http_address, grpc_address, admin_address, metrics_address)
 
@@ -193,8 +215,11 @@ class Gateway:
         )
 
     async def _stop_options(self, second_stop: asyncio.Event | None) -> None:
-        for option in self.parts.options:
+        for option in self._options():
             await option.stop(second_stop)
+
+    def _options(self) -> Iterator[Option]:
+        return (option for parts in self.models for option in parts.options)
 
     async def drain(self, stop: asyncio.Event | None = None) -> None:
         """Waits at most `drain_seconds` until all requests have ended, then aborts unfinished ones.
@@ -204,19 +229,22 @@ class Gateway:
         service ends after the last request. Options, such as the viewer, may serve longer, until
         `stop` is set.
         """
-        self.gate.close()
+        for parts in self.models:
+            parts.gate.close()
         shutting_down = Unavailable("the server is shutting down", retry_after_seconds=1.0)
-        for option in self.parts.options:
+        for option in self._options():
             option.begin_drain(shutting_down)
         await self._grpc.set_ready(False)
         self._grpc.begin_drain(self._settings.drain_seconds + _LAST_ANSWERS_SECONDS)
         self._http.end_idle()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._settings.drain_seconds):
-                await self.gate.empty()
-        for option in self.parts.options:
+                for parts in self.models:
+                    await parts.gate.empty()
+        for option in self._options():
             await option.close(shutting_down)
-        self.fleet.give_up(shutting_down)
+        for parts in self.models:
+            parts.fleet.give_up(shutting_down)
         await self._stop_servers(_LAST_ANSWERS_SECONDS)
         for task in self._tasks:
             task.cancel()
@@ -238,12 +266,15 @@ class Gateway:
         for task in failed:
             task.result()
 
-    async def _follow_readiness(self) -> None:
-        """Sets gRPC health to SERVING while a replica is ready and the gateway accepts requests."""
+    async def _follow_readiness(self, parts: Parts) -> None:
+        """Follows the replicas of a model. Sets gRPC health to SERVING while a replica of any model
+        is ready and the gateway accepts requests.
+        """
         while True:
-            self.membership.changed.clear()
-            await self._grpc.set_ready(self.membership.num_ready > 0 and self.gate.is_open)
-            await self.membership.changed.wait()
+            parts.membership.changed.clear()
+            num_ready = sum(one.membership.num_ready for one in self.models)
+            await self._grpc.set_ready(num_ready > 0 and self.gate.is_open)
+            await parts.membership.changed.wait()
 
 
 if __name__ == "__main__":

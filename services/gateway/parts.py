@@ -1,10 +1,11 @@
-"""Builds, from the settings, the parts that all servers of a gateway share."""
+"""Builds, from the settings, the parts of a gateway that serve one model."""
 
 import asyncio
 import random
 import secrets
 import socket
 import time
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from opentelemetry.metrics import Meter, NoOpMeter
@@ -56,8 +57,13 @@ class Parts:
         tls: "Tls | None" = None,
         internal_tls: "Tls | None" = None,
         meter: Meter | None = None,
+        *,
+        labels: Mapping[str, str] | None = None,
+        is_first: bool = True,
     ) -> None:
         """`tls` is used with clients and operators, and `internal_tls` with the other services.
+        `labels` are added to all metrics of the gateway. The metrics of the process belong to the
+        first model.
         Raises FailedPrecondition if generation_config.json is invalid. Raises SettingError if a
         certificate is invalid, if settings conflict, or if the package for Redis is missing.
         """
@@ -103,10 +109,11 @@ class Parts:
         self.options = Options([option(settings, parts) for option in OPTIONS])
         for option in self.options:
             tracing = option.traced(tracing)
+        self.tracing = tracing
         fleet_collector = FleetCollector(
             self.fleet, settings.model_name, settings.expected_replicas
         )
-        own = self._own_metrics(fleet_collector, tracing)
+        own = self._own_metrics(fleet_collector, labels, has_process=is_first)
         self.fleet_metrics = FleetMetrics(own, fleet_collector, self.links)
         recording = RecorderSettings(
             settings.model_name,
@@ -129,7 +136,30 @@ class Parts:
     def _replicas(self) -> list[Replica]:
         return self.membership.replicas
 
-    def _own_metrics(self, fleet_collector: FleetCollector, tracing: Tracing) -> Exposition:
+    def join(self, others: "Sequence[Parts]") -> None:
+        """Lists the other models of this gateway where all models are listed."""
+        self.inference.others = [other.inference for other in others]
+        self.server_routes.others = [other.server_routes for other in others]
+        self.fleet_metrics.others = [other.fleet_metrics for other in others]
+
+    async def require_usable(self) -> None:
+        """Raises SettingError if a setting is wrong, such as the password of Redis."""
+        await self.follower.require_usable()
+        for option in self.options:
+            await option.require_usable()
+
+    def start_tasks(self) -> list[asyncio.Task[None]]:
+        """Starts connecting to the schedulers, and the other background tasks."""
+        running = (self.links, self.discovery, self.follower, *self.options)
+        return [asyncio.create_task(one.run()) for one in running]
+
+    def _own_metrics(
+        self,
+        fleet_collector: FleetCollector,
+        labels: Mapping[str, str] | None,
+        *,
+        has_process: bool,
+    ) -> Exposition:
         return Exposition(
             "gateway",
             (
@@ -139,7 +169,9 @@ class Parts:
                 self.discovery,
                 *(collector for option in self.options for collector in option.collectors),
             ),
-            [TlsCollector(self.tls, self.internal_tls), TracingCollector(tracing)],
+            [TlsCollector(self.tls, self.internal_tls), TracingCollector(self.tracing)],
+            labels,
+            has_process=has_process,
         )
 
 

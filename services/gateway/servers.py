@@ -1,5 +1,8 @@
 """The servers of a gateway: HTTP and gRPC for clients, and HTTP for operators."""
 
+from collections.abc import Sequence
+
+from starlette.types import ASGIApp
 from stepwell.gateway.v1 import gateway_pb2_grpc
 
 from services.common.rpc.addresses import is_on_this_machine
@@ -33,8 +36,11 @@ from services.gateway.adapters.http.transport.quick_refusals import QuickRefusal
 from services.gateway.adapters.http.transport.server import HttpServer
 from services.gateway.core.caller import ANYONE
 from services.gateway.core.fleet.administration import Administration
+from services.gateway.models.grpc_by_model import GrpcByModel, ModelCalls
+from services.gateway.models.http_by_model import HttpByModel, ModelApp
 from services.gateway.options.server_parts import CallParts, RouteParts, StreamCall
 from services.gateway.parts import Parts
+from services.gateway.settings import GatewaySettings
 
 SERVICE_NAME = "stepwell.gateway.v1.Inference"
 _ADMIN_CONNECTIONS = 64
@@ -47,11 +53,27 @@ _GRPC_IDLE_MILLISECONDS = 300_000
 """A gRPC connection without calls is closed after this number of milliseconds."""
 
 
-def http_server(parts: Parts, max_connections: int) -> HttpServer:
+def http_server(models: Sequence[Parts], max_connections: int) -> HttpServer:
     """Makes the HTTP server of the clients' API, for at most `max_connections` connections."""
+    first = models[0]
+    budget = _body_budget(first)
+    if len(models) == 1:
+        app, quick = _client_app(first, budget)
+        return HttpServer(app, _connections(first, max_connections, quick), first.tls)
+    apps = [ModelApp(parts.inference, _client_app(parts, budget)[0]) for parts in models]
+    by_model = HttpByModel(apps, first.options.access, budget, first.settings)
+    return HttpServer(by_model, _connections(first, max_connections), first.tls)
+
+
+def _body_budget(parts: Parts) -> BodyBudget:
+    settings = parts.settings
+    return BodyBudget(settings.max_buffered_body_bytes, settings.body_timeout_seconds)
+
+
+def _client_app(parts: Parts, budget: BodyBudget) -> tuple[ASGIApp, QuickRefusals]:
+    """Makes the clients' application of one model, and what refuses its requests early."""
     settings = parts.settings
     inference, gate, options = parts.inference, parts.gate, parts.options
-    budget = BodyBudget(settings.max_buffered_body_bytes, settings.body_timeout_seconds)
     bodies = BodyReader(
         settings.max_body_bytes, settings.max_items_per_request, budget, settings.unknown_fields
     )
@@ -106,18 +128,34 @@ def http_server(parts: Parts, max_connections: int) -> HttpServer:
         settings.max_body_bytes,
         options.header_names | {"origin"},
     )
-    return HttpServer(counted, _connections(parts, max_connections, quick), parts.tls)
+    return counted, quick
 
 
-def admin_server(parts: Parts) -> HttpServer | None:
+def admin_server(models: Sequence[Parts]) -> HttpServer | None:
     """Makes the HTTP server for operators. Returns None if the settings have no address for it."""
-    settings = parts.settings
+    first, settings = models[0], models[0].settings
     if settings.admin_address is None:
         return None
+    budget = _body_budget(first)
+    apps = [
+        ModelApp(parts.inference, _admin_app(parts, settings.admin_address, budget))
+        for parts in models
+    ]
+    by_model = HttpByModel(apps, _operators(settings), budget, settings)
+    app = apps[0].app if len(apps) == 1 else by_model
+    tls = None if is_on_this_machine(settings.admin_address) else first.tls
+    return HttpServer(app, _connections(first, _ADMIN_CONNECTIONS), tls)
+
+
+def _operators(settings: GatewaySettings) -> Access:
+    return Access({settings.admin_key: ANYONE} if settings.admin_key else {})
+
+
+def _admin_app(parts: Parts, address: str, budget: BodyBudget) -> ASGIApp:
+    settings = parts.settings
     administration = Administration(
         lambda: [parts.links[replica.address].admin for replica in parts.membership.replicas]
     )
-    budget = BodyBudget(settings.max_buffered_body_bytes, settings.body_timeout_seconds)
     bodies = BodyReader(
         settings.max_body_bytes, settings.max_items_per_request, budget, settings.unknown_fields
     )
@@ -131,21 +169,25 @@ def admin_server(parts: Parts) -> HttpServer | None:
             ).routes(),
             *(route for option in parts.options for route in option.operator_routes(parts.options)),
         ),
-        Access({settings.admin_key: ANYONE} if settings.admin_key else {}),
+        _operators(settings),
         checks=(refuse_web_pages,),
     )
     wrapped = parts.options.wrap(app, for_operators=True)
-    hosts = HostNames(hosts_for(settings.admin_address, ()))
-    outer = guarded(wrapped, hosts, (), parts.recorder, {})
-    tls = None if is_on_this_machine(settings.admin_address) else parts.tls
-    return HttpServer(outer, _connections(parts, _ADMIN_CONNECTIONS), tls)
+    hosts = HostNames(hosts_for(address, ()))
+    return guarded(wrapped, hosts, (), parts.recorder, {})
 
 
-def grpc_server(parts: Parts, max_connections: int) -> GrpcServer:
+def grpc_server(models: Sequence[Parts], max_connections: int) -> GrpcServer:
     """Makes the gRPC server of the clients' API, for at most `max_connections` connections."""
-    settings, servicer = parts.settings, _inference_servicer(parts)
-    max_streams = settings.max_concurrent_requests
-    max_streams += sum(option.max_streams for option in parts.options)
+    first, settings = models[0], models[0].settings
+    calls = [_model_calls(parts) for parts in models]
+    for one in calls:
+        one.servicer.others = [other.servicer for other in calls if other is not one]
+    max_streams = sum(
+        parts.settings.max_concurrent_requests + sum(option.max_streams for option in parts.options)
+        for parts in models
+    )
+    by_model = GrpcByModel(calls, first.options.access, settings.receive_timeout_seconds)
     server = GrpcServer(
         max_concurrent_rpcs=max_streams + _OTHER_RPCS,
         options={
@@ -159,11 +201,16 @@ def grpc_server(parts: Parts, max_connections: int) -> GrpcServer:
             "grpc.server_handshake_timeout_ms": int(1000 * settings.receive_timeout_seconds),
             "grpc.http2.settings_timeout": int(1000 * settings.receive_timeout_seconds),
         },
-        interceptors=(_request_interceptor(parts, servicer),),
-        tls=parts.tls,
+        interceptors=(calls[0].interceptor if len(calls) == 1 else by_model,),
+        tls=first.tls,
     )
-    server.add(gateway_pb2_grpc.add_InferenceServicer_to_server, servicer, SERVICE_NAME)
+    server.add(gateway_pb2_grpc.add_InferenceServicer_to_server, calls[0].servicer, SERVICE_NAME)
     return server
+
+
+def _model_calls(parts: Parts) -> ModelCalls:
+    servicer = _inference_servicer(parts)
+    return ModelCalls(parts.inference, _request_interceptor(parts, servicer), servicer)
 
 
 def _inference_servicer(parts: Parts) -> InferenceServicer:

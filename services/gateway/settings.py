@@ -72,6 +72,12 @@ class GatewaySettings(ClientSettings, OptionSettings):
     served_model_name: str = setting(
         "", doc="clients' name of the model (default: the name on the hub, or the directory's)"
     )
+    further_models: Path | None = setting(
+        None,
+        doc="JSON file with a list of further models that this gateway serves, each an object of "
+        "the model's own settings, such as model and reasoning_parser",
+        check=existing_file,
+    )
     lora_modules: tuple[str, ...] = setting(
         (),
         doc="LoRA adapters in PEFT's format, each as name=path. Workers need the same paths and "

@@ -1,9 +1,9 @@
 """A gateway in this process, on free ports, with fake schedulers."""
 
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -97,11 +97,14 @@ async def serving(
     tls: "Tls | None" = None,
     internal_tls: "Tls | None" = None,
     http_verify: ssl.SSLContext | bool = False,
+    further: Sequence[FakeScheduler] = (),
     **settings: Any,
 ) -> AsyncIterator[Serving]:
     """Runs the fake schedulers, a gateway and its clients until the `with` block ends. The block
     begins when `num_ready` schedulers are ready, by default all. With `tls`, the HTTP client trusts
-    the authorities of `http_verify`. The channel to the gateway's gRPC API uses no TLS.
+    the authorities of `http_verify`. The channel to the gateway's gRPC API uses no TLS. Each
+    scheduler of `further` is the only replica of another model, which has the scheduler's
+    `model_name`.
     """
     fakes = list(schedulers) or [FakeScheduler()]
     addresses = tuple([await fake.start() for fake in fakes])
@@ -118,7 +121,19 @@ async def serving(
     try:
         known = GatewaySettings(**values)
         tracing = tracing or configure_tracing("gateway", "", known.trace_sample_ratio)
-        gateway = Gateway(known, tokenizer, tracing, tls, internal_tls)
+        others = [
+            (
+                replace(
+                    known,
+                    served_model_name=fake.model_name,
+                    schedulers=(await fake.start(),),
+                    lora_modules=(),
+                ),
+                tokenizer,
+            )
+            for fake in further
+        ]
+        gateway = Gateway(known, tokenizer, tracing, tls, internal_tls, further=others)
         bound = await gateway.start()
     except (StepwellError, SettingError):
         for fake in fakes:
@@ -142,11 +157,12 @@ async def serving(
         )
         try:
             await until(lambda: gateway.membership.num_ready == num_wanted)
+            await until(lambda: all(one.membership.num_ready == 1 for one in gateway.models[1:]))
             yield serving
         finally:
             await channel.close()
             await gateway.drain()
-            for fake in fakes:
+            for fake in (*fakes, *further):
                 await fake.die()
 
 

@@ -16,6 +16,7 @@ import dataclasses
 import difflib
 import enum
 import inspect
+import json
 import os
 import sys
 import types
@@ -205,6 +206,32 @@ def validate(settings: IsDataclass) -> None:
             raise SettingError(
                 f"{flag_name(field.name)} {complaint}, not {as_text(value) or 'nothing'}"
             )
+
+
+def with_values(settings: T, values: Mapping[str, Any], where: str) -> T:
+    """Returns a copy of settings with other values for some fields, which are JSON values. Raises
+    SettingError, in which `where` comes before the field's name.
+    """
+    kinds = {
+        name: without_none(hint) for name, hint in typing.get_type_hints(type(settings)).items()
+    }
+    fields = {field.name: field for field in dataclasses.fields(settings)}
+    read = {
+        name: _value(fields[name], _json_text(value), kinds[name], f"{where}{name}")
+        for name, value in values.items()
+    }
+    changed = dataclasses.replace(settings, **read)
+    validate(changed)
+    return changed
+
+
+def _json_text(value: Any) -> str | bool:
+    """Formats a JSON value as the text that a flag would have."""
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    if isinstance(value, dict):
+        return json.dumps(value)
+    return value if isinstance(value, bool) else str(value)
 
 
 def flag_name(field_name: str) -> str:

@@ -33,10 +33,13 @@ class Exposition:
         own: Iterable[Collector],
         shared: Iterable[Collector] = (),
         labels: Mapping[str, str] | None = None,
+        *,
+        has_process: bool = True,
     ) -> None:
+        """If `has_process` is false, the metrics of the process and `shared` are omitted."""
         self._own = tuple(own)
         of_process = ProcessCollector(proc=proc.PROC, registry=CollectorRegistry())
-        self._shared = (of_process, _BuildCollector(), *shared)
+        self._shared = (of_process, _BuildCollector(), *shared) if has_process else ()
         self._labels = dict(labels or {})
         self._service = {"service": service}
 

@@ -15,7 +15,7 @@ from collections.abc import (
 )
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import grpc
 from prometheus_client.registry import Collector
@@ -170,6 +170,12 @@ class Option:
         deadline.
         """
         return generation
+
+    def join(self, first: Self) -> None:
+        """Called before the servers are made, if this option belongs to a further model of the
+        gateway. `first` is the first model's option. An option can share with it what belongs to
+        the process.
+        """
 
     async def require_usable(self) -> None:
         """Called before the gateway listens. Raises SettingError if a setting is wrong."""

@@ -28,6 +28,7 @@ SETTINGS = {
 VARIANTS = {
     "compose": ("compose.yaml",),
     "two gateways": ("compose.yaml", "two-gateways.yaml"),
+    "two models": ("compose.yaml", "two-models.yaml"),
     "secrets": ("compose.yaml", "secrets.yaml"),
     "small": ("small.yaml",),
     "replica": ("replica.yaml",),
@@ -39,18 +40,19 @@ VARIANTS = {
     "small, simulated": ("small.yaml", "simulated-small.yaml"),
     "replica, simulated": ("replica.yaml", "simulated-small.yaml"),
 }
+VARIABLES = {"REPLICA": "2", "SECOND_MODEL": "../../models/demo"}
 MOUNTED_SECRETS = "/run/secrets/"
 SECRETS = {"api-keys": "sk-ann", "redis-url": "redis://:secret@redis:6379"}
 OWN = [
     pytest.param(variant, name, id=f"{variant}: {name}")
     for variant, files in VARIANTS.items()
-    for name, service in services_of(*files, REPLICA="2").items()
+    for name, service in services_of(*files, **VARIABLES).items()
     if service["labels"]["stepwell.role"] in SETTINGS
 ]
 
 
 def service_of(variant: str, name: str) -> dict[str, Any]:
-    return services_of(*VARIANTS[variant], REPLICA="2")[name]
+    return services_of(*VARIANTS[variant], **VARIABLES)[name]
 
 
 def role_of(service: dict[str, Any]) -> str:
@@ -73,10 +75,12 @@ def settings_of(service: dict[str, Any]) -> Any:
         secret = environ.pop(name).removeprefix(MOUNTED_SECRETS)
         assert secret in service["secrets"]
         environ[name.removesuffix("_FILE")] = SECRETS[secret]
-    model = f"{env_prefix(role)}MODEL"
-    if model in environ:
-        (mounted,) = [text for text in service["volumes"] if f":{environ[model]}:ro" in text]
-        environ[model] = str((DIRECTORY / mounted.partition(":")[0]).resolve())
+    for setting in ("MODEL", "FURTHER_MODELS"):
+        name = f"{env_prefix(role)}{setting}"
+        if name in environ:
+            # A volume replaces an earlier one that is mounted at the same path.
+            mounted = [text for text in service["volumes"] if f":{environ[name]}:ro" in text][-1]
+            environ[name] = str((DIRECTORY / mounted.partition(":")[0]).resolve())
     return parse_settings(SETTINGS[role], role, [], environ)
 
 
@@ -127,7 +131,7 @@ def test_a_service_has_longer_to_stop_than_it_drains(variant: str, name: str) ->
     [
         pytest.param(variant, name, id=f"{variant}: {name}")
         for variant, files in VARIANTS.items()
-        for name in services_of(*files, REPLICA="2")
+        for name in services_of(*files, **VARIABLES)
     ],
 )
 def test_every_container_is_confined(variant: str, name: str) -> None:
@@ -150,7 +154,7 @@ def test_every_container_is_confined(variant: str, name: str) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_files_that_are_mounted_exist(variant: str) -> None:
-    for service in services_of(*VARIANTS[variant], REPLICA="2").values():
+    for service in services_of(*VARIANTS[variant], **VARIABLES).values():
         for volume in service.get("volumes", ()):
             source = volume.partition(":")[0]
             if source.startswith("."):
@@ -159,7 +163,7 @@ def test_files_that_are_mounted_exist(variant: str) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_addresses_lead_to_services_of_the_same_network(variant: str) -> None:
-    services = services_of(*VARIANTS[variant], REPLICA="2")
+    services = services_of(*VARIANTS[variant], **VARIABLES)
     names = set(services) | aliases(services)
     if variant.startswith("replica"):
         names |= {"redis", "otel-collector"}  # services of compose.yaml in the same network
@@ -168,7 +172,7 @@ def test_addresses_lead_to_services_of_the_same_network(variant: str) -> None:
         for variable, value in service.get("environment", {}).items():
             for host, port in re.findall(r"(?:^|[/:,])([a-z][\w-]*):(\d+)", str(value)):
                 assert host in names, (variable, value)
-                role = re.sub(r"^own-|-\d+$", "", host)
+                role = re.sub(r"^own-|-(\d+|second)$", "", host)
                 if role in SETTINGS:
                     address = environment_of(role)[f"{env_prefix(role)}ADDRESS"]
                     assert int(port) == split_host_port(address)[1]
@@ -187,7 +191,7 @@ def aliases(services: dict[str, dict[str, Any]]) -> set[str]:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_published_ports_are_those_that_the_gateway_listens_on(variant: str) -> None:
-    services = services_of(*VARIANTS[variant], REPLICA="2")
+    services = services_of(*VARIANTS[variant], **VARIABLES)
     for name, service in services.items():
         if name == "gateway":
             settings = settings_of(service)
@@ -221,7 +225,7 @@ def test_each_replica_has_a_name_and_parts_of_its_own() -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_scheduler_is_stopped_before_its_pool_and_worker(variant: str) -> None:
-    services = services_of(*VARIANTS[variant], REPLICA="2")
+    services = services_of(*VARIANTS[variant], **VARIABLES)
     for scheduler in (one for one in services.values() if role_of(one) == "scheduler"):
         number = scheduler["labels"].get("stepwell.replica")
         parts = [
@@ -248,7 +252,7 @@ def test_a_file_has_every_secret() -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_file_systems_in_memory_have_a_size(variant: str) -> None:
-    for name, service in services_of(*VARIANTS[variant], REPLICA="2").items():
+    for name, service in services_of(*VARIANTS[variant], **VARIABLES).items():
         assert service["tmpfs"], name
         assert all(re.search(r":size=\d+m$", one) for one in service["tmpfs"]), name
 

@@ -1,7 +1,7 @@
 """The gRPC service `Inference`: converts messages to requests of the core and back."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -82,6 +82,8 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         self._calls = calls
         self._streams = streams
         self._requests = GenerateRequests(inference)
+        self.others: Sequence[InferenceServicer] = ()
+        """The servicers of the other models that this gateway serves."""
 
     def arriving(self, context: Context) -> Arrival:
         """Begins to count a call as arriving, before its message is read. The returned Arrival
@@ -243,19 +245,24 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
     async def ListModels(
         self, _request: gateway_pb2.ListModelsRequest, context: Context
     ) -> gateway_pb2.ListModelsResponse:
-        base, caller = self._inference.model_name, CALLER.get()
-        parents = {base: ""} | {adapter.name: base for adapter in self._inference.adapters}
-        models = [
+        models = [model for one in (self, *self.others) for model in one.models()]
+        caller = CALLER.get()
+        return gateway_pb2.ListModelsResponse(
+            models=[model for model in models if caller.may_use(model.name)]
+        )
+
+    def models(self) -> list[gateway_pb2.Model]:
+        """Describes the model and its adapters, as ListModels lists them."""
+        base = self._inference.model_name
+        return [
             gateway_pb2.Model(
                 name=name,
                 max_model_len=self._membership.max_model_len() or 0,
                 num_ready_replicas=self._membership.num_ready,
-                parent=parent,
+                parent="" if name == base else base,
             )
-            for name, parent in parents.items()
-            if caller.may_use(name)
+            for name in self._inference.names()
         ]
-        return gateway_pb2.ListModelsResponse(models=models)
 
 
 def deadline_of_call(context: Context) -> float | None:

@@ -129,12 +129,8 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         return serve
 
     async def _authenticate(self, metadata: Mapping[str, str]) -> Caller:
-        """Returns the caller of a call, and sets CALLER to it. The header is decoded as ISO 8859-1,
-        since `authenticate` expects one character for each byte.
-        """
-        value = metadata.get("authorization", "")
-        authorization = value.encode("utf-8", errors="surrogateescape").decode("latin-1")
-        caller = await self._options.access.authenticate(authorization)
+        """Returns the caller of a call, and sets CALLER to it."""
+        caller = await self._options.access.authenticate(authorization_in(metadata))
         CALLER.set(caller)
         return caller
 
@@ -193,3 +189,11 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
             yield
         finally:
             self._num_other_streams -= 1
+
+
+def authorization_in(metadata: Mapping[str, str]) -> str:
+    """Returns a call's `authorization`, decoded as ISO 8859-1, since `authenticate` expects one
+    character for each byte.
+    """
+    value = metadata.get("authorization", "")
+    return value.encode("utf-8", errors="surrogateescape").decode("latin-1")

@@ -47,16 +47,26 @@ class FleetMetrics:
         self._own = own
         self._collector = collector
         self._links = links
+        self.others: Sequence[FleetMetrics] = ()
+        """The metrics of the other models that this gateway serves, which `collect` adds."""
 
     async def collect(self, hidden_labels: Sequence[str] = (), *, exemplars: bool) -> bytes:
         """Returns the metrics as text. The label `replica` of a replica's series is the replica's
         address, because several replicas may have the same engine name. The gateway's own series
         with one of `hidden_labels` are omitted.
         """
+        models = (self, *self.others)
+        texts = [await one.of_one_model(hidden_labels, exemplars=exemplars) for one in models]
+        return merged(text for of_model in texts for text in of_model)
+
+    async def of_one_model(
+        self, hidden_labels: Sequence[str], *, exemplars: bool
+    ) -> Sequence[bytes]:
+        """Returns the text of this gateway, and those of the model's replicas."""
         links = self._links.all()
         texts = await asyncio.gather(
             *(link.metrics({"replica": link.address}, exemplars=exemplars) for link in links)
         )
         self._collector.num_silent = texts.count(None)
         own = await asyncio.to_thread(self._own.render, None, hidden_labels, exemplars=exemplars)
-        return merged((own, *(text for text in texts if text is not None)))
+        return (own, *(text for text in texts if text is not None))

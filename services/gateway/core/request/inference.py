@@ -4,7 +4,7 @@ that represents the request while it runs.
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from services.common.errors import InvalidArgument, NotFound, OutOfRange, StepwellError
@@ -70,6 +70,8 @@ class Inference:
         seeds below 2**64.
         """
         self.model_name = model_name
+        self.others: Sequence[Inference] = ()
+        """The other models that this gateway serves."""
         self.adapters = adapters or LoraModules(model_name)
         self.tokenizer = tokenizer
         self.special_tokens = SpecialTokens(tokenizer)
@@ -101,8 +103,12 @@ class Inference:
             )
         caller.check_model(self.model_name)
 
+    def names(self) -> list[str]:
+        """Returns the names that a request may have: the model's, and those of its adapters."""
+        return [self.model_name, *(adapter.name for adapter in self.adapters)]
+
     def _names_for(self, caller: Caller) -> str:
-        names = [self.model_name, *(adapter.name for adapter in self.adapters)]
+        names = [name for model in (self, *self.others) for name in model.names()]
         allowed = [repr(name) for name in names if caller.may_use(name)]
         more = f" and {len(allowed) - _MAX_NAMES} more" if len(allowed) > _MAX_NAMES else ""
         return (", ".join(allowed[:_MAX_NAMES]) or "none that this key may use") + more

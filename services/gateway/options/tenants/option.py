@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Self
 
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp
@@ -103,6 +104,7 @@ class Tenants(Option):
             self.redis_uses = {"limits of tenants": "each gateway applies its part of the limits"}
             if settings.api_keys_in_redis:
                 self.redis_uses |= {"API keys": "only keys that were used recently work"}
+        self._is_first = True
         self._limits = TenantLimits(self.limit_store, parts.gateway_id, estimate.num_cached_tokens)
         self._observer = parts.observer
         self._max_body_bytes = parts.settings.max_body_bytes
@@ -176,6 +178,11 @@ class Tenants(Option):
             await allowance.reserve(generation)
         return generation
 
+    def join(self, first: Self) -> None:
+        """Counts the requests of all models towards the same limits."""
+        self.limit_store = self._limits.store = first.limit_store
+        self._is_first = False
+
     async def require_usable(self) -> None:
         if self._store is not None:
             await self._store.require_usable()
@@ -186,4 +193,5 @@ class Tenants(Option):
             return
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._store.run())
-            tasks.create_task(self.limit_store.run())
+            if self._is_first:
+                tasks.create_task(self.limit_store.run())

@@ -6,6 +6,7 @@ import logging
 import socket
 import time
 from collections.abc import Sequence
+from typing import Self
 
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -115,6 +116,10 @@ class Viewer(Option):
 
     def refused(self, caller: Caller, reason: str) -> None:  # noqa: ARG002
         self._history.refused(time.time(), reason)
+
+    def join(self, first: Self) -> None:
+        """Shows the traces of all models."""
+        self.store = first.store
 
     async def start(self) -> None:
         """Starts the OTLP server, which receives the spans of the other services."""

@@ -31,7 +31,7 @@ PROGRAMS: dict[str, type[IsDataclass]] = {
 DIRECTORIES = ("models/tiny", "tls")
 FILES = (
     *("tls/node.pem", "tls/node.key", "tls/ca.pem"),
-    *("tls/edge.pem", "tls/edge.key", "tls/clients.pem", "keys.txt"),
+    *("tls/edge.pem", "tls/edge.key", "tls/clients.pem", "keys.txt", "models.json"),
 )
 """Files that the examples name. They must exist."""
 

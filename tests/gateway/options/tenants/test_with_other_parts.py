@@ -1,14 +1,15 @@
 """Tenants together with several models, client sessions, other routes, and hostile clients."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from services.common.keys.api_keys import TenantRecord
+from services.common.request.adapter import Adapter
 from services.common.request.finish import Finish, FinishReason
 from services.common.request.sampling import SamplingParams
 from services.gateway.core.fleet.routing_decision import RoutingReason
+from services.gateway.core.lora_modules import LoraModules
 from services.gateway.core.request.inference import Inference
 from services.gateway.core.request.request import EngineRequest
 from services.gateway.options.sessions.core.client_sessions import ClientSessions, SessionLimits
@@ -28,9 +29,12 @@ LIMITED = {
 
 
 def test_an_unknown_model_is_answered_with_those_that_the_key_may_use() -> None:
-    inference = SimpleNamespace(model_name="demo", adapters=[SimpleNamespace(name="a1")])
+    inference = object.__new__(Inference)
+    inference.model_name, inference.others = "demo", ()
+    inference.adapters = LoraModules("demo")
+    inference.adapters.add(Adapter(b"", "a1", "/a1"))
     for models, names in (({"a1"}, "'a1'"), (set(), "none that this key may use")):
-        assert Inference._names_for(inference, Tenant("t", models=frozenset(models))) == names
+        assert inference._names_for(Tenant("t", models=frozenset(models))) == names
 
 
 def test_a_turn_keeps_its_slot_and_does_not_queue_again() -> None:

@@ -1,14 +1,13 @@
 """Field values that request the default behaviour, and accepted fields without effect."""
 
 import json
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
 from services.common.errors import InvalidArgument
+from services.common.request.adapter import Adapter
 from services.gateway.adapters.http.anthropic.bodies import CountTokensBody, MessagesBody
 from services.gateway.adapters.http.exchange.parse import parse_body
 from services.gateway.adapters.http.openai.bodies import (
@@ -24,6 +23,7 @@ from services.gateway.adapters.http.openai.chat import effort_variables, tool_us
 from services.gateway.adapters.http.openai.responses.bodies import ResponsesBody
 from services.gateway.adapters.http.openai.sampling import check_stream_options, check_texts
 from services.gateway.core.caller import ANYONE
+from services.gateway.core.lora_modules import LoraModules
 from services.gateway.core.request.inference import Inference
 from services.gateway.core.request.model_limits import ModelLimits
 from services.gateway.core.request.request_check import of_prompt, prompt_too_long
@@ -427,9 +427,11 @@ def test_an_error_says_which_of_several_texts_is_at_fault() -> None:
 
 def test_an_unknown_model_is_answered_with_some_that_there_are() -> None:
     names = [f"a{number}" for number in range(9)]
-    inference = SimpleNamespace(
-        model_name="demo", adapters=[SimpleNamespace(name=n) for n in names]
-    )
-    named = partial(Inference._names_for, inference)
+    inference = object.__new__(Inference)
+    inference.model_name, inference.others = "demo", ()
+    inference.adapters = LoraModules("demo")
+    for name in names:
+        inference.adapters.add(Adapter(b"", name, f"/{name}"))
+    named = inference._names_for
     assert named(ANYONE).startswith("'demo', 'a0', 'a1', ")
     assert named(ANYONE).endswith("'a6' and 2 more")

@@ -13,6 +13,7 @@ from services.gateway.adapters.http.exchange.ignored_fields import (
     IgnoredFieldLog,
     field_name,
 )
+from services.gateway.adapters.http.exchange.request_state import HELD_BODY
 from services.gateway.adapters.http.transport.body_budget import BodyBudget
 from services.gateway.adapters.telemetry.request_record import RequestRecord
 from services.gateway.core.traces.timeline import Part
@@ -111,7 +112,8 @@ class BodyReader:
         num_bytes = _declared_bytes(record, self._max_bytes)
         if self._budget.is_counted(num_bytes):
             record.wait("body_budget")
-        async with self._budget.hold(num_bytes):
+        held = request.scope["state"].pop(HELD_BODY, None) or self._budget.hold(num_bytes)
+        async with held:
             record.enter(Part.READ)
             raw = await self._read(request)
             record.enter(Part.PARSE)

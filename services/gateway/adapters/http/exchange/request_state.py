@@ -8,6 +8,10 @@ ARRIVAL = "arrival"
 """The Arrival that counts the request as arriving, if the request was admitted before its body was
 read.
 """
+HELD_BODY = "held_body"
+"""The asynchronous context manager that holds the budget for the bytes of the body, if the body was
+read before the application ran.
+"""
 CLIENT = "client"
 BODY_WRITER = "body_writer"
 """The BodyWriter of the connection, for chunked answers. It may bypass the middlewares that wrap

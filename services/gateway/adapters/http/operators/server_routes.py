@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
+from itertools import chain
 from typing import Any
 
 import grpc
@@ -49,14 +50,15 @@ class ServerRoutes:
         self._gate = gate
         self._metrics = metrics
         self._private_labels = private_labels
+        self.others: Sequence[ServerRoutes] = ()
+        """The routes of the other models that this gateway serves."""
         self._created = int(time.time())
         self._version = version("stepwell")
 
     async def models(self, request: Request) -> Response:
         """Lists the served models that the API key may use."""
-        adapters, caller = self._inference.adapters, request.state.caller
-        names = [self._inference.model_name, *(adapter.name for adapter in adapters)]
-        data = [self._model_card(name) for name in names if caller.may_use(name)]
+        may_use = request.state.caller.may_use
+        data = [card for one in (self, *self.others) for card in one.cards() if may_use(card["id"])]
         return JSONResponse({"object": "list", "data": data})
 
     async def model(self, request: Request) -> Response:
@@ -65,8 +67,15 @@ class ServerRoutes:
         name = str(request.scope["path"]).removeprefix(f"{MODELS}/")
         if not name:
             return await self.models(request)
+        for one in self.others:
+            if name in one._inference.names():
+                return await one.model(request)
         self._inference.check_model(name, request.state.caller)
         return JSONResponse(self._model_card(name))
+
+    def cards(self) -> list[dict[str, Any]]:
+        """Describes the model and its adapters, as /v1/models lists them."""
+        return [self._model_card(name) for name in self._inference.names()]
 
     async def status(self, _request: Request) -> Response:
         """Shows what this gateway knows about the replicas, with their queues and pools."""
@@ -91,10 +100,17 @@ class ServerRoutes:
 
         The body lists the unready replicas, or has the reason for the status 503.
         """
-        reason = self._membership.why_not_ready() if self._gate.is_open else "shutting down"
-        if reason:
+        models = (self, *self.others)
+        if all(reasons := [one.why_not_ready() for one in models]):
+            reason = "; ".join(dict.fromkeys(reasons))
             return JSONResponse({"status": "unavailable", "reason": reason}, status_code=503)
-        return JSONResponse({"status": "ok", "not_ready": self._membership.not_ready()})
+        reasons_of = (one._membership.not_ready().items() for one in models)
+        not_ready = dict(chain.from_iterable(reasons_of))
+        return JSONResponse({"status": "ok", "not_ready": not_ready})
+
+    def why_not_ready(self) -> str:
+        """Returns why no replica of the model can serve, or "" if one can."""
+        return self._membership.why_not_ready() if self._gate.is_open else "shutting down"
 
     async def ping(self, request: Request) -> Response:
         """The same as /health, under the path that SageMaker calls."""
@@ -106,7 +122,8 @@ class ServerRoutes:
 
     async def load(self, _request: Request) -> Response:
         """Shows the number of requests that this gateway is serving."""
-        return JSONResponse({"server_load": self._gate.inside})
+        num_inside = sum(one._gate.inside for one in (self, *self.others))
+        return JSONResponse({"server_load": num_inside})
 
     async def metrics(self, request: Request) -> Response:
         """Returns the Prometheus metrics of this gateway and of every replica.

@@ -111,7 +111,7 @@ class TenantLimits:
         """`process_name` distinguishes this gateway's slots from other gateways' slots.
         `num_cached_tokens` estimates how many tokens of a prompt are cached.
         """
-        self._store = store
+        self.store = store
         self._process_name = process_name
         self._numbers = itertools.count(1)
         self._num_cached_tokens = num_cached_tokens
@@ -127,10 +127,10 @@ class TenantLimits:
         change = Change(
             slot, num_requests=1, slot_change=SlotChange.HOLD if holds else SlotChange.KEEP
         )
-        standing = await self._store.take(limits, change)
+        standing = await self.store.take(limits, change)
         if standing.refused_by is not None:
             raise LimitReached(limits, standing)
-        return Allowance(tenant, limits, slot, standing, self._store, self._num_cached_tokens)
+        return Allowance(tenant, limits, slot, standing, self.store, self._num_cached_tokens)
 
 
 class Allowance:
@@ -152,7 +152,7 @@ class Allowance:
         self.standing = standing
         """The levels of the tenant's limits after the last change."""
         self._slot = slot
-        self._store = store
+        self.store = store
         self._num_cached_tokens = num_cached_tokens
         self._generation: Generation | None = None
         self._num_reserved = 0
@@ -175,7 +175,7 @@ class Allowance:
                 may_retry=False,
             )
         change = Change(self._slot, num_tokens=num_tokens)
-        standing = self.standing = await self._store.take(self.limits, change)
+        standing = self.standing = await self.store.take(self.limits, change)
         if standing.refused_by is not None:
             raise LimitReached(self.limits, standing, num_tokens)
         self._generation, self._num_reserved = generation, num_tokens
@@ -195,7 +195,7 @@ class Allowance:
             must_fit=False,
         )
         if holds or change.num_requests or change.num_tokens:
-            self._store.give_back(self.limits, change)
+            self.store.give_back(self.limits, change)
         if kept is not None:
             kept.when_making_ends(self._give_back_unused)
 
@@ -223,7 +223,7 @@ class Allowance:
         if num_used != self._num_reserved:
             num_tokens = num_used - self._num_reserved
             change = Change(self._slot, num_tokens=num_tokens, must_fit=False)
-            self._store.give_back(self.limits, change)
+            self.store.give_back(self.limits, change)
 
     def _demand(self, generation: Generation, limit: int) -> int:
         """Returns the largest number of tokens that a request may use: the prompts' uncached
