@@ -6,6 +6,7 @@ import random
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,10 +16,12 @@ from huggingface_hub import constants
 from services.common.model_source.errors import HubCause, HubError, ModelSourceError
 from services.common.model_source.find import find_model, find_model_files
 from services.common.process.settings import SettingError, parse_settings
+from services.download import progress
 from services.download.__main__ import sentence, writing
 from services.download.download import download
 from services.download.settings import DownloadSettings
 from tests.hub_server import Hub, running
+from tests.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
 NAME = "Owner/Tiny-0.5B"
@@ -230,6 +233,20 @@ def test_a_volume_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     full = OSError(28, "No space left on device")
     assert "model.claim.size" in writing(full, wanted)
     assert "podSecurityContext.fsGroup" in writing(PermissionError(13, "denied"), wanted)
+
+
+def test_the_log_shows_how_much_of_the_model_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(progress, "_INTERVAL_SECONDS", 0.01)
+    caplog.set_level("INFO")
+    with progress.Progress(tmp_path, 3_000_000):
+        (tmp_path / "model.safetensors").write_bytes(bytes(1_500_000))
+        wait_for(lambda: "1.5 MB of 3.0 MB" in caplog.text)
+    lines = len(caplog.records)
+    time.sleep(0.03)
+    assert len(caplog.records) == lines, "the end of the download ends the log"
+    assert re.fullmatch(r"1\.5 MB of 3\.0 MB, \S+ \S+ a second", caplog.messages[-1])
 
 
 @pytest.mark.parametrize(

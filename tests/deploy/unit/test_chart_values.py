@@ -284,6 +284,25 @@ def test_the_schema_has_every_value_and_closes_every_map_of_the_chart() -> None:
     assert missing == {".global is open"}  # other charts of a parent chart have values there too
 
 
+@pytest.mark.parametrize("page", ["kubernetes.md", "other-charts.md"])
+def test_the_values_that_a_page_names_exist(page: str) -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    named = set(re.findall(r"`([a-zA-Z]+\.[\w.]+)`", (ROOT / "docs" / page).read_text()))
+    ours = {name for name in named if name.partition(".")[0] in schema["properties"]}
+    assert len(ours) > 10
+    assert {name for name in ours if not _is_value(name.split("."), schema, schema)} == set()
+
+
+def _is_value(path: list[str], schema: Any, root: Any) -> bool:
+    """Whether the schema has a value with this path, or any fields at some place of the path."""
+    if "$ref" in schema:
+        schema = root["definitions"][schema["$ref"].rpartition("/")[2]]
+    if not path or "properties" not in schema:
+        return True
+    inner = schema["properties"].get(path[0])
+    return inner is not None and _is_value(path[1:], inner, root)
+
+
 def test_the_rules_of_the_chart_are_those_of_prometheus(releases: dict[str, Rendered]) -> None:
     (rules,) = releases["everything"].of("PrometheusRule")
     files = sorted((ROOT / "deploy" / "prometheus" / "rules").glob("*.yml"))

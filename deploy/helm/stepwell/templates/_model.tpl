@@ -6,6 +6,11 @@ revision, so that another revision is downloaded beside it. */ -}}
 {{- list "/models" (trimAll "/" .Values.model.path) (trimPrefix "hf://" .Values.model.download.source) | compact | join "/" -}}
 {{- end -}}
 
+{{- /* The time in which a replica becomes ready. A download may take an hour. */ -}}
+{{- define "stepwell.readySeconds" -}}
+{{- add .Values.replicas.startupSeconds 120 (empty .Values.model.download.source | ternary 0 3600) -}}
+{{- end -}}
+
 {{- /* Whether each pod downloads the model into a volume of its own. */ -}}
 {{- define "stepwell.hasOwnModels" -}}
 {{- $model := .Values.model -}}
