@@ -4,11 +4,12 @@ import re
 import secrets
 import signal
 import time
+from importlib.metadata import version
 
 from services.cli.deploy.fleet import GatewayFleet
 from tests.e2e.clients.test_command_line import stepwell
 from tests.e2e.conftest import TinyModel
-from tests.e2e.stack import Stack, wait_for
+from tests.e2e.stack import SERVICES, Stack, wait_for
 from tests.plain_http import http_get, http_post
 
 
@@ -24,6 +25,15 @@ def test_top_shows_the_replica_in_one_screen(stack: Stack) -> None:
         *("steps", "tokens", "hit", "preempted"),
     ]
     assert max(map(len, lines)) <= 70
+
+
+def test_the_overview_has_every_process(stack: Stack) -> None:
+    processes = http_get(f"{stack.url}/activity/overview").json()["processes"]
+    assert [one["service"] for one in processes] == list(SERVICES)
+    assert {one["version"] for one in processes} == {version("stepwell")}
+    assert len({one["protocol"] for one in processes}) == 1
+    for one in processes:
+        assert 0 < time.time() - one["started_unix_seconds"] < 3600
 
 
 def ask(stack: Stack) -> tuple[str, str]:

@@ -1,6 +1,7 @@
 """The route /activity/overview: what operators and tenants see of the fleet."""
 
 import asyncio
+import json
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -13,6 +14,10 @@ from cryptography import x509
 from services.common.rpc.protocol import PROTOCOL
 from services.gateway.options.viewer.overview import fleet_watch
 from services.gateway.options.viewer.overview.fleet_watch import PAGE_SERIES, FleetWatch
+from services.gateway.options.viewer.overview.overview_document import (
+    overview_document,
+    redis_uses,
+)
 from tests.certificates import LOOPBACK, ONE_DAY, Authority, Files
 from tests.gateway.documented import Documented
 from tests.gateway.fake_scheduler import FakeScheduler
@@ -162,16 +167,55 @@ async def test_an_alert_fires_after_its_time_and_then_ends(
         assert set(await firing(served)) == {"StepwellTargetDown"}
 
 
+HOSTILE = (
+    "vllm:request_queue_time_seconds_bucket{%s} 1",
+    'vllm:request_queue_time_seconds_bucket{le="x",%s} 1',
+    'vllm:request_queue_time_seconds_bucket{le="NaN",%s} 1e308',
+    'vllm:request_queue_time_seconds_bucket{le="+Inf",%s} 1e308',
+    "process_start_time_seconds{%s} NaN",
+    'process_start_time_seconds{rank="x",service="?",%s} 1e308',
+    'process_start_time_seconds{rank="x",service="?",%s} 1e308',
+    "process_start_time_seconds 1 2 3",
+    "stepwell_tls_certificate_seconds_left{%s} -1",
+    "stepwell_recoveries_total{%s} -1e308",
+    "stepwell_recoveries_total{%s} 1e308",
+    'stepwell_recoveries_total{lost="x",%s} x',
+    'stepwell_recoveries_total{lost="\\"",%s} 1e308',
+    'stepwell_prefix_index_state{lost="}{ ",%s} 1',
+    "stepwell_discovery_up{{{{ 1",
+    "up{%s} 0",
+)
+
+
+async def test_no_metrics_of_a_replica_end_the_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each line occurs twice, in families of any name, at times that a rule's windows contain."""
+    written = [line.replace("%s", 'replica="r"') for line in HOSTILE]
+    names = {line.partition("{")[0].partition(" ")[0] for line in written}
+    text = "".join(f"\n# HELP {name} x\n{line}" for name in names for line in written * 2)
+
+    async def collect() -> bytes:
+        return text.encode()
+
+    now = 0.0
+    monkeypatch.setattr(fleet_watch.time, "monotonic", lambda: now)
+    watch = FleetWatch("g", collect, lambda: ["r", "away"])
+    for _ in range(9):
+        now += 30
+        await watch.look()
+        json.dumps(overview_document(watch, None), allow_nan=False)
+        list(redis_uses(watch.store))
+    firing = {alert.rule.name for alert in watch.alerts.listed(watch.store.now)}
+    assert "StepwellTargetDown" in firing
+
+
 async def test_a_sample_serves_all_callers_for_some_seconds() -> None:
-    """The lines of a replica's metrics that are no samples are ignored."""
     num_samples = 0
 
     async def collect() -> bytes:
         nonlocal num_samples
         num_samples += 1
-        return b'# HELP up Up.\n# TYPE up gauge\nup{replica="a"} x\nup\nup{replica="b"} 1\n'
+        return b""
 
-    watch = FleetWatch("g", collect, lambda: ["a", "b"])
+    watch = FleetWatch("g", collect, list)
     await asyncio.gather(*(watch.look() for _ in range(9)))
     assert num_samples == 1
-    assert watch.rules.not_supported == []

@@ -1,6 +1,7 @@
 """Samples the metrics of this gateway and its replicas, and evaluates the alert rules over them."""
 
 import asyncio
+import math
 import re
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator
@@ -94,10 +95,8 @@ class FleetWatch:
         for series, value in _samples(text.decode(), store.keep_seconds):
             name, replica, labels = _parsed(series, self.gateway)
             answered.add(replica)
-            try:
-                store.add(name, labels, float(value))
-            except ValueError:  # A replica of another version may send what is not a number.
-                continue
+            if (number := _number(value)) is not None:
+                store.add(name, labels, number)
         for address in addresses:
             replica_up = [("job", "stepwell-replica"), ("instance", address)]
             store.add("up", frozenset(replica_up), float(address in answered))
@@ -114,6 +113,15 @@ def _samples(text: str, names: Collection[str]) -> Iterator[tuple[str, str]]:
                 if line.partition("{")[0] in names:
                     series, _, value = line.rpartition(" ")
                     yield series, value
+
+
+def _number(text: str) -> float | None:
+    """Returns None for a text that a replica should not send, and for infinity and NaN."""
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 @lru_cache(MAX_SERIES)

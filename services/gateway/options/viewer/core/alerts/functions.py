@@ -51,21 +51,29 @@ OVER_TIME: Mapping[str, OverTime] = {
 }
 
 AGGREGATIONS: Mapping[str, Callable[[Iterable[float]], float]] = {
-    "sum": math.fsum,
+    "sum": sum,
     "max": max,
     "min": min,
 }
 
 
 def histogram_quantile(quantile: float, buckets: Vector) -> Vector:
-    """Returns a quantile of each histogram, by linear interpolation within a bucket."""
+    """Returns a quantile of each histogram, by linear interpolation within a bucket.
+    Series without a valid bound are ignored.
+    """
     histograms: dict[Labels, list[tuple[float, float]]] = {}
     for labels, value in buckets.items():
-        bound = next((float(text) for name, text in labels if name == "le"), None)
-        if bound is not None:
+        if (bound := _bound(labels)) is not None:
             rest = frozenset(label for label in labels if label[0] != "le")
             histograms.setdefault(rest, []).append((bound, value))
     return {labels: _quantile(quantile, sorted(each)) for labels, each in histograms.items()}
+
+
+def _bound(labels: Labels) -> float | None:
+    try:
+        return next(float(text) for name, text in labels if name == "le")
+    except (StopIteration, ValueError):
+        return None
 
 
 def _quantile(quantile: float, buckets: list[tuple[float, float]]) -> float:

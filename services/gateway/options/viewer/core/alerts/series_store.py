@@ -44,7 +44,9 @@ class SeriesStore:
         self.began, self.now, self.num_left_out = self.began or now, now, 0
 
     def add(self, name: str, labels: Labels, value: float) -> None:
-        """Adds a sample to the sampling. `name` is a key of `keep_seconds`."""
+        """Adds a sample to the sampling. `name` is a key of `keep_seconds`. If a series occurs
+        twice, its first sample counts.
+        """
         of_name = self._series[name]
         series = of_name.get(labels)
         if series is None:
@@ -53,6 +55,8 @@ class SeriesStore:
                 return
             self._num_series += 1
             series = of_name[labels] = Series(self.now)
+        elif series.times[-1] == self.now:
+            return
         series.times.append(self.now)
         series.values.append(value)
 
