@@ -59,9 +59,11 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(self.hub.refusal[0], b"", {"X-Error-Code": self.hub.refusal[1]})
         elif path.startswith("/api/models/"):
             self._describe(path.removeprefix("/api/models/"))
-        else:
+        elif "/resolve/" in path:
             repo, _, rest = path.strip("/").partition("/resolve/")
             self._send_file(rest.partition("/")[2], self.hub.models[repo])
+        else:
+            self._send(404, b"", {})
 
     def do_HEAD(self) -> None:
         self.do_GET()

@@ -12,7 +12,6 @@ from services.download.download import download
 from services.download.settings import DownloadSettings
 
 _TERMINATED = 128 + signal.SIGTERM
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SIZE = "model.claim.size or model.download.size"
 _TOKEN = "model.download.tokenSecret"
 CHART_VALUES = {
@@ -27,6 +26,10 @@ CHART_VALUES = {
     HubCause.NO_SPACE: _SIZE,
 }
 """The value of the Helm chart that removes a cause."""
+_WRITING = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), _SIZE),
+    errno.EROFS: "model.volume",
+}
 _OF_THE_HUB = (HubCause.TOKEN, HubCause.REFUSED, HubCause.OFFLINE, HubCause.UNREACHABLE)
 
 
@@ -36,6 +39,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: os._exit(_TERMINATED))
     settings = load_settings(DownloadSettings, "download")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the log has lines of its own
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     configure_logs("download", settings.log_level, settings.log_format)
     _quieten_libraries()
     try:
@@ -61,7 +65,7 @@ def sentence(error: ModelSourceError, settings: DownloadSettings) -> str:
 
 
 def writing(error: OSError, settings: DownloadSettings) -> str:
-    value = _SIZE if error.errno in _FULL else "podSecurityContext.fsGroup"
+    value = _WRITING.get(error.errno or 0, "podSecurityContext.fsGroup")
     return f"{settings.directory.parent}: {error.strerror} (in the Helm chart: {value})"
 
 

@@ -145,6 +145,7 @@ def test_of_several_processes_one_downloads(hub: Hub, tmp_path: Path) -> None:
             assert "has Owner/Tiny-0.5B@main already" in second.stderr.read()
     assert contents(target) == FILES
     assert hub.downloads(SHARDS[1]) == [None]
+    assert all(path.startswith(("/api/models/", f"/{NAME}/")) for _, path, _ in hub.requests)
 
 
 def test_the_program_ends_with_the_value_to_change(hub: Hub, tmp_path: Path) -> None:
@@ -232,6 +233,7 @@ def test_a_volume_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     assert writing(caught.value, wanted).startswith(f"{tmp_path / 'file'}: ")
     full = OSError(28, "No space left on device")
     assert "model.claim.size" in writing(full, wanted)
+    assert "model.volume" in writing(OSError(30, "Read-only file system"), wanted)
     assert "podSecurityContext.fsGroup" in writing(PermissionError(13, "denied"), wanted)
 
 
