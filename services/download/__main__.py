@@ -12,6 +12,15 @@ from services.download.download import download
 from services.download.settings import DownloadSettings
 
 _TERMINATED = 128 + signal.SIGTERM
+_LIBRARY_VARIABLES = {
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # the log has lines of its own
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    # Otherwise hf_xet has buffers of up to 8 GB, which may exceed the memory limit of a container.
+    "HF_XET_RECONSTRUCTION_DOWNLOAD_BUFFER_SIZE": "512mb",
+    "HF_XET_RECONSTRUCTION_DOWNLOAD_BUFFER_PERFILE_SIZE": "64mb",
+    "HF_XET_RECONSTRUCTION_DOWNLOAD_BUFFER_LIMIT": "1gb",
+}
+"""Defaults of the libraries' variables. They are read when the libraries are imported."""
 _SIZE = "model.claim.size or model.download.size"
 _TOKEN = "model.download.tokenSecret"
 CHART_VALUES = {
@@ -38,8 +47,8 @@ def main() -> None:
     # would delay an exception until their files are complete.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(_TERMINATED))
     settings = load_settings(DownloadSettings, "download")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the log has lines of its own
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    for name, value in _LIBRARY_VARIABLES.items():
+        os.environ.setdefault(name, value)
     configure_logs("download", settings.log_level, settings.log_format)
     _quieten_libraries()
     try:
