@@ -13,6 +13,7 @@ SERVICES = ("gateway", "scheduler", "kvpool", "worker")
 
 _VARIABLE = re.compile(r"\$\((\w+)\)")
 _SECRETS = {"REDIS_URL": "redis://user:secret@redis.example.org:6379", "KEYS": "sk-a,sk-b"}
+_LOCAL_RANKS = ["python3", "-m", "services.worker.local_ranks"]
 _LEADER_WORKER_SET = {"LWS_LEADER_ADDRESS": "leader.llm", "LWS_GROUP_SIZE": "2"}
 
 
@@ -32,7 +33,8 @@ class Container:
         """The Stepwell service that the container runs, or None for other programs."""
         image = re.fullmatch(r".*stepwell/([a-z]+)(-cuda)?[:@].*", self.spec["image"])
         service = "" if image is None else image[1]
-        return service if service in SERVICES and "command" not in self.spec else None
+        runs = self.spec.get("command", _LOCAL_RANKS) == _LOCAL_RANKS
+        return service if service in SERVICES and runs else None
 
     def environment(self) -> dict[str, str]:
         """The environment variables. `$(NAME)` is replaced by the value of an earlier variable."""

@@ -13,10 +13,12 @@ DEADLINE_SECONDS = 60
 ROOT = Path(__file__).parents[2]
 
 
-async def start(*flags: str, **environ: str) -> asyncio.subprocess.Process:
+async def start(
+    *flags: str, module: str = "services.worker", **environ: str
+) -> asyncio.subprocess.Process:
     clean = {key: value for key, value in os.environ.items() if not key.startswith("STEPWELL_")}
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "services.worker", "--num-threads", "1", *flags),
+        *(sys.executable, "-m", module, "--num-threads", "1", *flags),
         cwd=ROOT,
         env={**clean, "PYTHONPATH": f"{ROOT}:{ROOT / 'gen'}", **environ},
         stderr=asyncio.subprocess.PIPE,

@@ -92,6 +92,23 @@ def test_ranks_are_numbered_and_listed_in_their_order(releases: dict[str, Render
         assert f"-1.{_subdomain(name)}.llm.svc:9003" in workers[1], workers
 
 
+def test_ranks_of_one_pod_listen_where_the_scheduler_calls_them(
+    releases: dict[str, Rendered],
+) -> None:
+    pod = releases["tensor-parallel-pod"].pod("replica")
+    assert pod.owner["kind"] == "StatefulSet"
+    _, worker, scheduler = pod.containers()
+    called = scheduler.environment()["STEPWELL_SCHEDULER_WORKERS"].split(",")
+    listens = worker.environment()["STEPWELL_WORKER_ADDRESS"]
+    assert called == [listens.replace("{rank}", str(rank)) for rank in range(4)]
+    own = find_membership(_worker_settings(worker), {"RANK": "0"})
+    assert (own.size, own.master_addr) == (4, "127.0.0.1")
+    assert worker.spec["resources"]["limits"]["nvidia.com/gpu"] == own.size
+    shared = worker.mounts()["/dev/shm"]
+    assert shared["emptyDir"] == {"medium": "Memory", "sizeLimit": "8Gi"}
+    assert "/etc/stepwell/internal-tls" not in worker.mounts()
+
+
 def _subdomain(name: str) -> str:
     return "demo-stepwell-replica" if name == "tensor-parallel-gpu" else "demo-stepwell-ranks"
 

@@ -23,6 +23,7 @@ FURTHER = {
     "tls-secrets": {"StatefulSet"},
     "tensor-parallel-gpu": {"LeaderWorkerSet", "Pod"},
     "simulated": {"StatefulSet", "Pod"},
+    "tensor-parallel-pod": {"StatefulSet", "Pod", "ScaledObject", "Certificate", "Issuer"},
     "scale-to-zero": {"StatefulSet", "Pod", "ScaledObject", "ServiceMonitor"},
     "openshift": {"StatefulSet", "Pod"},
     "download": {"StatefulSet", "Pod"},
@@ -112,6 +113,13 @@ REFUSED = {
     "GPUs of which one is used": (
         {"tensorParallel": {"size": 8}, "worker": {"resources": {"limits": {"nvidia.com/gpu": 8}}}},
         "nvidia.com/gpu must be 1, not 8",
+    ),
+    "ranks without GPUs": (
+        {
+            "tensorParallel": {"size": 8, "onePod": True},
+            "worker": {"resources": {"limits": {"nvidia.com/gpu": 1}}},
+        },
+        "nvidia.com/gpu must be 8, not 1",
     ),
     "updates that a LeaderWorkerSet has not": (
         {

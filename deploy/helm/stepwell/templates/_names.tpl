@@ -125,9 +125,14 @@ the port. */ -}}
 {{- if and (eq .Values.replicas.autoscaling.kind "keda") (eq (int .Values.replicas.autoscaling.minReplicas) 0) -}}true{{- end -}}
 {{- end -}}
 
-{{- /* The number of ranks of a model, which is the number of pods of a replica. */ -}}
+{{- /* The number of ranks of a model. */ -}}
 {{- define "stepwell.numRanks" -}}
 {{- mul (int .Values.tensorParallel.size) (int .Values.pipelineParallel.size) -}}
+{{- end -}}
+
+{{- /* The number of pods of a replica. */ -}}
+{{- define "stepwell.numPods" -}}
+{{- .Values.tensorParallel.onePod | ternary 1 (include "stepwell.numRanks" .) -}}
 {{- end -}}
 
 {{- /* Whether replicas of several pods are a LeaderWorkerSet. */ -}}

@@ -45,13 +45,17 @@ it is the number at the end of the pod's name; and master, the host of rank 0. *
 {{- $ports := include "stepwell.ports" $root | fromYaml -}}
 {{- $worker := $root.Values.worker -}}
 {{- $size := int (include "stepwell.numRanks" $root) -}}
+{{- $hasOthers := gt (int (include "stepwell.numPods" $root)) 1 -}}
 {{- include "stepwell.container" (list $root $worker) }}
+{{- if and (gt $size 1) (not $hasOthers) }}
+command: [python3, -m, services.worker.local_ranks]
+{{- end }}
 ports:
   - {name: worker-health, containerPort: {{ $ports.workerHealth }}}
   {{- if not (hasPrefix "unix:" .address) }}
   - {name: worker, containerPort: {{ $ports.worker }}}
   {{- end }}
-  {{- if and (gt $size 1) (eq (toString .rank) "0") }}
+  {{- if and $hasOthers (eq (toString .rank) "0") }}
   - {name: master, containerPort: {{ $ports.master }}}
   {{- end }}
 env:
@@ -67,12 +71,14 @@ env:
   - name: STEPWELL_WORKER_ADDRESS
     value: {{ .address | quote }}
   {{- if gt $size 1 }}
+  {{- if $hasOthers }}
   {{- include "stepwell.podNameAndAddress" $root | nindent 2 }}
+  {{- end }}
   - name: STEPWELL_WORKER_TENSOR_PARALLEL_SIZE
     value: {{ int $root.Values.tensorParallel.size | quote }}
   - name: STEPWELL_WORKER_PIPELINE_PARALLEL_SIZE
     value: {{ int $root.Values.pipelineParallel.size | quote }}
-  {{- if ne (toString .rank) "" }}
+  {{- if and $hasOthers (ne (toString .rank) "") }}
   - name: STEPWELL_WORKER_RANK
     value: {{ .rank | quote }}
   {{- end }}
@@ -82,8 +88,10 @@ env:
     value: {{ $ports.master | quote }}
   - name: STEPWELL_WORKER_JOIN_TIMEOUT_SECONDS
     value: {{ include "stepwell.text" $root.Values.replicas.startupSeconds | quote }}
+  {{- if $hasOthers }}
   {{- include "stepwell.internalTlsEnv" (list $root "worker") | nindent 2 }}
   {{- include "stepwell.callersEnv" (list $root "worker") | nindent 2 }}
+  {{- end }}
   {{- end }}
   {{- include "stepwell.settings" (list "worker" $worker.settings) | nindent 2 }}
   {{- include "stepwell.more" $worker.extraEnv | nindent 2 }}
@@ -92,8 +100,10 @@ volumeMounts:
   - {name: model, mountPath: /models, readOnly: true}
   - {name: cache, mountPath: /cache}
   {{- include "stepwell.runMounts" $root | nindent 2 }}
-  {{- if gt $size 1 }}
+  {{- if $hasOthers }}
   {{- include "stepwell.internalTlsMount" $root | nindent 2 }}
+  {{- else if $root.Values.tensorParallel.onePod }}
+  - {name: shared-memory, mountPath: /dev/shm}
   {{- end }}
   {{- include "stepwell.more" $worker.extraVolumeMounts | nindent 2 }}
 {{- end -}}
@@ -169,6 +179,10 @@ volumes:
   {{- include "stepwell.volumes" (list . "replica") | nindent 2 }}
   - name: cache
     emptyDir: {sizeLimit: {{ .Values.worker.cacheSize }}}
+  {{- if .Values.tensorParallel.onePod }}
+  - name: shared-memory
+    emptyDir: {medium: Memory, sizeLimit: {{ .Values.tensorParallel.sharedMemory }}}
+  {{- end }}
 {{- end -}}
 
 {{- /* The pod with the scheduler, its pool and rank 0. Argument: dict of root; others, the addresses of the
@@ -178,6 +192,16 @@ before the scheduler and stop after it, so that the scheduler can drain. */ -}}
 {{- $root := .root -}}
 {{- $replicas := $root.Values.replicas -}}
 {{- $own := "unix:/run/stepwell/worker.sock" -}}
+{{- $master := "$(POD_IP)" -}}
+{{- $workers := prepend .others $own -}}
+{{- if and $root.Values.tensorParallel.onePod (gt (int (include "stepwell.numRanks" $root)) 1) -}}
+{{- $own = "unix:/run/stepwell/worker-{rank}.sock" -}}
+{{- $master = "127.0.0.1" -}}
+{{- $workers = list -}}
+{{- range $rank := until (int (include "stepwell.numRanks" $root)) -}}
+{{- $workers = append $workers (replace "{rank}" (toString $rank) $own) -}}
+{{- end -}}
+{{- end -}}
 metadata:
   {{- include "stepwell.podMetadata" (list $root "replica" $replicas .index) | nindent 2 }}
 spec:
@@ -189,9 +213,9 @@ spec:
     - {{- include "stepwell.kvpoolContainer" $root | nindent 6 }}
     - name: worker
       restartPolicy: Always
-      {{- include "stepwell.workerContainer" (dict "root" $root "address" $own "rank" 0 "master" "$(POD_IP)") | nindent 6 }}
+      {{- include "stepwell.workerContainer" (dict "root" $root "address" $own "rank" 0 "master" $master) | nindent 6 }}
   containers:
-    - {{- include "stepwell.schedulerContainer" (dict "root" $root "workers" (prepend .others $own)) | nindent 6 }}
+    - {{- include "stepwell.schedulerContainer" (dict "root" $root "workers" $workers) | nindent 6 }}
     {{- include "stepwell.more" $replicas.extraContainers | nindent 4 }}
   {{- include "stepwell.replicaVolumes" $root | nindent 2 }}
 {{- end -}}

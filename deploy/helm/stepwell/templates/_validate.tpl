@@ -19,16 +19,19 @@ value. */ -}}
 {{- if and (eq (get $values.worker.settings "device" | default "auto") "cuda") (empty $devices) -}}
 {{- fail "worker.settings.device cuda needs a GPU among worker.resources.limits, such as nvidia.com/gpu: 1" -}}
 {{- end -}}
+{{- $onePod := $values.tensorParallel.onePod -}}
+{{- $numGpus := $onePod | ternary (int (include "stepwell.numRanks" .)) 1 -}}
 {{- range $name, $count := $devices -}}
-{{- if and (hasSuffix "/gpu" $name) (gt (int $count) 1) -}}
-{{- fail (printf "worker.resources.limits: %s must be 1, not %v: each rank has a pod of its own, and uses one GPU; tensorParallel.size is the number of ranks" $name $count) -}}
+{{- if and (hasSuffix "/gpu" $name) (ne (int $count) $numGpus) -}}
+{{- $why := $onePod | ternary "with tensorParallel.onePod the worker has all ranks of a replica" "each rank has a pod of its own, unless tensorParallel.onePod is set" -}}
+{{- fail (printf "worker.resources.limits: %s must be %d, not %v, because a rank uses one GPU, and %s" $name $numGpus $count $why) -}}
 {{- end -}}
 {{- end -}}
 {{- $update := $values.replicas.updateStrategy -}}
-{{- if and (eq $update.type "OnDelete") (include "stepwell.hasLeaderWorkerSet" .) (gt (int (include "stepwell.numRanks" .)) 1) -}}
+{{- if and (eq $update.type "OnDelete") (include "stepwell.hasLeaderWorkerSet" .) (gt (int (include "stepwell.numPods" .)) 1) -}}
 {{- fail "replicas.updateStrategy.type OnDelete is for StatefulSets: a LeaderWorkerSet has RollingUpdate only" -}}
 {{- end -}}
-{{- if and (hasKey (default dict $update.rollingUpdate) "maxSurge") (eq (int (include "stepwell.numRanks" .)) 1) -}}
+{{- if and (hasKey (default dict $update.rollingUpdate) "maxSurge") (eq (int (include "stepwell.numPods" .)) 1) -}}
 {{- fail "replicas.updateStrategy.rollingUpdate.maxSurge is for LeaderWorkerSets: a StatefulSet has no such field" -}}
 {{- end -}}
 {{- if and $values.podDisruptionBudget.enabled (has (toString $values.podDisruptionBudget.maxUnavailable) (list "0" "0%")) -}}
@@ -88,7 +91,7 @@ value. */ -}}
 {{- if and $scales (eq (int $values.replicas.autoscaling.minReplicas) 0) (ne $values.replicas.autoscaling.kind "keda") -}}
 {{- fail "replicas.autoscaling.minReplicas 0 needs kind keda: a HorizontalPodAutoscaler starts no first replica" -}}
 {{- end -}}
-{{- if and $scales (gt (int (include "stepwell.numRanks" .)) 1) (not (include "stepwell.hasLeaderWorkerSet" .)) -}}
+{{- if and $scales (gt (int (include "stepwell.numPods" .)) 1) (not (include "stepwell.hasLeaderWorkerSet" .)) -}}
 {{- fail "replicas.autoscaling with tensorParallel.size or pipelineParallel.size above 1 needs LeaderWorkerSets (tensorParallel.leaderWorkerSet)" -}}
 {{- end -}}
 {{- range $bounds := list $values.replicas.autoscaling $values.gateway.autoscaling -}}
