@@ -44,3 +44,13 @@ def test_openshift_chooses_users_and_groups(releases: dict[str, Rendered]) -> No
         assert {kind for v in pod.spec["volumes"] for kind in v if kind != "name"} <= {
             *("persistentVolumeClaim", "emptyDir", "secret", "configMap", "image", "csi"),
         }
+
+
+def test_another_autoscaler_may_set_the_number_of_replicas(releases: dict[str, Rendered]) -> None:
+    release = releases["adjusted"]
+    (replicas,) = release.of("StatefulSet")
+    assert "replicas" not in replicas["spec"]
+    targets = [one["spec"]["scaleTargetRef"] for one in release.of("HorizontalPodAutoscaler")]
+    assert [target["kind"] for target in targets] == ["Deployment"]
+    environ = release.pod("gateway").containers()[0].environment()
+    assert environ["STEPWELL_GATEWAY_EXPECTED_REPLICAS"] == "2"

@@ -219,7 +219,7 @@ def test_every_value_of_an_example_is_in_its_manifests(
     }
     assert len(values) > 15
     missing = {one for one in values if not re.search(rf"(?<!\w){re.escape(one)}(?!\w)", text)}
-    assert missing == set()
+    assert missing - {"external"} == set(), "a kind of autoscaling without objects"
 
 
 def _leaves(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -122,7 +122,7 @@ the port. */ -}}
 
 {{- /* Whether no replica may run while there are no requests. */ -}}
 {{- define "stepwell.scalesToZero" -}}
-{{- if and (eq .Values.replicas.autoscaling.kind "keda") (eq (int .Values.replicas.autoscaling.minReplicas) 0) -}}true{{- end -}}
+{{- if and (has .Values.replicas.autoscaling.kind (list "keda" "external")) (eq (int .Values.replicas.autoscaling.minReplicas) 0) -}}true{{- end -}}
 {{- end -}}
 
 {{- /* The number of ranks of a model. */ -}}

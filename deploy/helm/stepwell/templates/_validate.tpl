@@ -88,8 +88,8 @@ value. */ -}}
 {{- if and (eq $values.replicas.autoscaling.kind "keda") (empty $values.replicas.autoscaling.prometheusAddress) -}}
 {{- fail "replicas.autoscaling.kind keda needs replicas.autoscaling.prometheusAddress" -}}
 {{- end -}}
-{{- if and $scales (eq (int $values.replicas.autoscaling.minReplicas) 0) (ne $values.replicas.autoscaling.kind "keda") -}}
-{{- fail "replicas.autoscaling.minReplicas 0 needs kind keda: a HorizontalPodAutoscaler starts no first replica" -}}
+{{- if and (eq (int $values.replicas.autoscaling.minReplicas) 0) (eq $values.replicas.autoscaling.kind "hpa") -}}
+{{- fail "replicas.autoscaling.minReplicas 0 needs kind keda or external: a HorizontalPodAutoscaler starts no first replica" -}}
 {{- end -}}
 {{- if and $scales (gt (int (include "stepwell.numPods" .)) 1) (not (include "stepwell.hasLeaderWorkerSet" .)) -}}
 {{- fail "replicas.autoscaling with tensorParallel.size or pipelineParallel.size above 1 needs LeaderWorkerSets (tensorParallel.leaderWorkerSet)" -}}
