@@ -19,7 +19,7 @@ EXAMPLES = ROOT / "deploy" / "helm" / "examples"
 NAMES = (
     *("small", "fleet", "tls-cert-manager", "tls-secrets", "tensor-parallel-gpu", "simulated"),
     *("openshift", "ingress", "gateway-api", "extended", "download", "download-shared"),
-    *("scale-to-zero", "tensor-parallel-pod"),
+    *("scale-to-zero", "tensor-parallel-pod", "several-models", "further-model"),
     *("adjusted", "everything"),
 )
 

@@ -120,6 +120,13 @@ class Rendered:
     def pods(self) -> list[Pod]:
         return [pod for one in self.objects for pod in _pods(one)]
 
+    @property
+    def services(self) -> set[str]:
+        """The services that the release has. The gateways may be those of another release."""
+        return set(SERVICES) - (
+            {"gateway"} if self.values.get("gateway", {}).get("ofRelease") else set()
+        )
+
     def pod(self, component: str) -> Pod:
         return next(pod for pod in self.pods() if pod.component == component)
 

@@ -46,7 +46,7 @@ def test_every_variable_is_a_setting_with_a_value_that_it_takes(
     release: Rendered, tmp_path: Path
 ) -> None:
     containers = list(_services(release))
-    assert {container.service for container in containers} == set(SETTINGS)
+    assert {container.service for container in containers} == release.services
     for number, container in enumerate(containers):
         service = container.service
         assert service is not None
@@ -188,6 +188,8 @@ def _with_files(container: Container, root: Path) -> dict[str, str]:
             environ[name] = str(root / value.lstrip("/"))
             if name.endswith("_MODEL"):
                 Path(environ[name]).mkdir(parents=True, exist_ok=True)
+            elif value.endswith(".json"):
+                Path(environ[name]).touch()
     return environ
 
 

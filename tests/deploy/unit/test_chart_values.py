@@ -25,6 +25,8 @@ FURTHER = {
     "simulated": {"StatefulSet", "Pod"},
     "tensor-parallel-pod": {"StatefulSet", "Pod", "ScaledObject", "Certificate", "Issuer"},
     "scale-to-zero": {"StatefulSet", "Pod", "ScaledObject", "ServiceMonitor"},
+    "several-models": {"StatefulSet", "Pod", "ConfigMap"},
+    "further-model": {"StatefulSet"},
     "openshift": {"StatefulSet", "Pod"},
     "download": {"StatefulSet", "Pod"},
     "download-shared": {"StatefulSet", "Pod", "PersistentVolumeClaim"},
@@ -182,7 +184,8 @@ def test_every_example_is_rendered(releases: dict[str, Rendered]) -> None:
         assert release.refused is None, (name, release.refused)
         assert release.lint == [], name
         common = set() if name == "stages" else FURTHER_OBJECTS
-        assert release.kinds() == {"Deployment", "Service"} | common | FURTHER[name], name
+        gateways = {"Deployment"} if "gateway" in release.services else set()
+        assert release.kinds() == {"Service"} | gateways | common | FURTHER[name], name
 
 
 def test_every_value_is_in_an_example_with_another_value_than_its_default(

@@ -21,6 +21,18 @@ app.kubernetes.io/instance: {{ $root.Release.Name }}
 app.kubernetes.io/component: {{ index . 1 }}
 {{- end -}}
 
+{{- /* The labels of a component of another release of this chart, with the same nameOverride. Argument: list
+of the root, the component and the release's name. */ -}}
+{{- define "stepwell.selectorOf" -}}
+{{- $labels := include "stepwell.selector" (list (index . 0) (index . 1)) | fromYaml -}}
+{{- set $labels "app.kubernetes.io/instance" (index . 2) | toYaml -}}
+{{- end -}}
+
+{{- /* Whether this release has gateways of its own. */ -}}
+{{- define "stepwell.hasGateways" -}}
+{{- if empty .Values.gateway.ofRelease -}}true{{- end -}}
+{{- end -}}
+
 {{- define "stepwell.labels" -}}
 {{- $root := index . 0 -}}
 {{ include "stepwell.selector" . }}

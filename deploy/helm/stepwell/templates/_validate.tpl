@@ -76,6 +76,22 @@ value. */ -}}
 {{- if and (or (gt (int $values.replicas.count) 1) $scales) (not $redis) -}}
 {{- fail "replicas.count above 1, and replicas.autoscaling, need redis.existingSecret or redis.internal.enabled: through Redis gateways find replicas and learn what each has cached" -}}
 {{- end -}}
+{{- if and (or $values.gateway.ofRelease $values.gateway.furtherModels) (not $redis) -}}
+{{- fail "gateway.ofRelease and gateway.furtherModels need redis.existingSecret, the same Redis in all releases, or for the release with the gateways redis.internal.enabled: gateways find the replicas of other releases there" -}}
+{{- end -}}
+{{- if and $values.gateway.ofRelease $values.redis.internal.enabled -}}
+{{- fail "gateway.ofRelease excludes redis.internal.enabled: replicas must use the Redis of the gateways" -}}
+{{- end -}}
+{{- if and $values.gateway.ofRelease $values.gateway.furtherModels -}}
+{{- fail "gateway.ofRelease excludes gateway.furtherModels, which belongs to the release with the gateways" -}}
+{{- end -}}
+{{- $names := list $values.model.name -}}
+{{- range $values.gateway.furtherModels -}}
+{{- $names = append $names .name -}}
+{{- end -}}
+{{- if ne (len $names) (len (uniq $names)) -}}
+{{- fail "gateway.furtherModels: each name must differ from the others and from model.name" -}}
+{{- end -}}
 {{- if and $values.gateway.apiKeys.inRedis (not $redis) -}}
 {{- fail "gateway.apiKeys.inRedis needs redis.existingSecret or redis.internal.enabled" -}}
 {{- end -}}
