@@ -26,14 +26,17 @@ class OverviewRoutes:
         self,
         watch: FleetWatch,
         redis: RedisProbe | None,
-        redis_uses: Mapping[str, str],
+        uses_of_options: Mapping[str, str],
         *,
         sees_all: bool,
     ) -> None:
-        """`redis_uses` maps what options use Redis for to what happens without Redis."""
+        """`uses_of_options` maps what options use Redis for to what happens without Redis."""
         self._watch = watch
         self._redis = redis
-        self._redis_uses = redis_uses
+        self._uses_of_options = [
+            {"name": name, "works": None, "without": without}
+            for name, without in uses_of_options.items()
+        ]
         self._sees_all = sees_all
 
     def routes(self) -> Sequence[Route]:
@@ -46,10 +49,7 @@ class OverviewRoutes:
         document = overview_document(self._watch, None if self._sees_all else caller_id or None)
         document["redis"] = None
         if self._redis is not None:
-            found = await self._redis.look(LOOK_SECONDS)
-            of_options = [
-                {"name": name, "works": None, "without": without}
-                for name, without in self._redis_uses.items()
-            ]
-            document["redis"] = found | {"uses": [*redis_uses(self._watch.store), *of_options]}
+            # Read before the PING, during which another thread may begin to store a new sample.
+            uses = [*redis_uses(self._watch.store), *self._uses_of_options]
+            document["redis"] = await self._redis.look(LOOK_SECONDS) | {"uses": uses}
         return JSONResponse(document, headers={"Cache-Control": "no-store"})

@@ -75,9 +75,14 @@ class Rules:
                 rules.not_supported.append(rule["alert"])
                 continue
             rules.recorded |= needed
-            seconds = duration(rule.get("for", "0s"))
             rules.alerts.append(
-                AlertRule(rule["alert"], expression, seconds, rule["labels"], rule["annotations"])
+                AlertRule(
+                    rule["alert"],
+                    expression,
+                    duration(rule.get("for", "0s")),
+                    rule.get("labels", {}),
+                    rule.get("annotations", {}),
+                )
             )
         return rules
 
