@@ -101,6 +101,8 @@ def test_images_have_what_their_services_import_and_no_more() -> None:
         listed = {re.split(r"[=<>\[; ]", line)[0] for line in requirements(names)}
         assert ("torch" in listed) == image.startswith("worker")
         assert "grpcio" in listed
+        downloads = image == "gateway" or image.startswith("worker")
+        assert ("huggingface-hub" in listed) == downloads
 
 
 def test_the_wheelhouse_has_the_packages_of_all_images_but_that_for_gpus() -> None:

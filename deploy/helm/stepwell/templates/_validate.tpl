@@ -16,8 +16,8 @@ value. */ -}}
 {{- end -}}
 {{- $limits := default dict $values.worker.resources.limits -}}
 {{- $devices := omit $limits "cpu" "memory" "ephemeral-storage" -}}
-{{- if and (eq (get $values.worker.settings "device" | default "auto") "cuda") (empty $devices) -}}
-{{- fail "worker.settings.device cuda needs a GPU among worker.resources.limits, such as nvidia.com/gpu: 1" -}}
+{{- if and (eq (get $values.worker.settings "device" | default "auto") "cuda") (empty $devices) (empty $values.worker.resources.claims) -}}
+{{- fail "worker.settings.device cuda needs a GPU among worker.resources.limits, such as nvidia.com/gpu: 1, or worker.resources.claims" -}}
 {{- end -}}
 {{- $onePod := $values.tensorParallel.onePod -}}
 {{- $numGpus := $onePod | ternary (int (include "stepwell.numRanks" .)) 1 -}}
