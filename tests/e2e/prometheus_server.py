@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,6 +40,10 @@ QUICK_SECONDS = 0.3
 _THRESHOLDS = {"> 10": f"> {QUICK_SECONDS}", "> 20": f"> {QUICK_SECONDS}"}
 
 
+OTHER_JOB = "other"
+"""The job of a program that is not a part of Stepwell."""
+
+
 class Prometheus:
     """Queries a Prometheus over its HTTP API."""
 
@@ -51,6 +56,13 @@ class Prometheus:
         assert answer["status"] == "success", (expr, answer)
         series: list[dict[str, Any]] = answer["data"]["result"]
         return [one for one in series if math.isfinite(float(one["value"][1]))]
+
+    def exemplars(self, expr: str) -> list[dict[str, str]]:
+        """The labels of the exemplars of the last minute, of all series that a query reads."""
+        now = time.time()
+        parameters = urlencode({"query": expr, "start": now - 60, "end": now})
+        answer = http_get(f"{self._url}/api/v1/query_exemplars?{parameters}").json()
+        return [one["labels"] for series in answer["data"] for one in series["exemplars"]]
 
     def firing(self) -> set[str]:
         alerts = http_get(f"{self._url}/api/v1/alerts").json()["data"]["alerts"]
@@ -80,11 +92,18 @@ def quick_rules(directory: Path) -> None:
 
 
 @contextmanager
-def prometheus(directory: Path, targets: Mapping[str, str]) -> Iterator[Prometheus]:
-    """Runs a Prometheus inside the context. `targets` maps names of jobs to the scraped URLs."""
+def prometheus(
+    directory: Path, targets: Mapping[str, str], alertmanager: str | None = None
+) -> Iterator[Prometheus]:
+    """Runs a Prometheus inside the context. `targets` maps names of jobs to the scraped URLs.
+    `alertmanager` is the address of the Alertmanager that gets the alerts.
+
+    Prometheus also scrapes itself, as a program that resembles a service of Stepwell.
+    """
     assert PROGRAM is not None
     quick_rules(directory)
-    configuration = {
+    port = free_port()
+    configuration: dict[str, Any] = {
         "global": {"scrape_interval": _SCRAPE_INTERVAL, "evaluation_interval": "500ms"},
         "rule_files": [str(path) for path in sorted(directory.glob("*.yml"))],
         "scrape_configs": [
@@ -97,9 +116,13 @@ def prometheus(directory: Path, targets: Mapping[str, str]) -> Iterator[Promethe
             for job, target in targets.items()
         ],
     }
+    own = {"targets": [f"127.0.0.1:{port}"], "labels": {"service": "gateway"}}
+    configuration["scrape_configs"].append({"job_name": OTHER_JOB, "static_configs": [own]})
+    if alertmanager is not None:
+        receiver = {"static_configs": [{"targets": [alertmanager]}]}
+        configuration["alerting"] = {"alertmanagers": [receiver]}
     path = directory / "prometheus.json"  # Prometheus reads YAML, which includes JSON
     path.write_text(json.dumps(configuration))
-    port = free_port()
     with (directory / "log").open("w") as log:
         process = subprocess.Popen(
             [
@@ -107,6 +130,7 @@ def prometheus(directory: Path, targets: Mapping[str, str]) -> Iterator[Promethe
                 f"--config.file={path}",
                 f"--storage.tsdb.path={directory / 'data'}",
                 f"--web.listen-address=127.0.0.1:{port}",
+                "--enable-feature=exemplar-storage",
             ],
             stdout=log,
             stderr=log,

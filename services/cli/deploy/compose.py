@@ -8,7 +8,10 @@ from pathlib import Path
 
 from services.cli.errors import CommandError
 
-PORTS = ("HTTP_PORT", "GRPC_PORT", "JAEGER_PORT", "PROMETHEUS_PORT", "GRAFANA_PORT")
+PORTS = (
+    *("HTTP_PORT", "GRPC_PORT", "JAEGER_PORT", "PROMETHEUS_PORT"),
+    *("ALERTMANAGER_PORT", "GRAFANA_PORT"),
+)
 """Environment variables that set the published ports in the compose files."""
 _BUILDKIT = {"DOCKER_BUILDKIT": "1", "COMPOSE_DOCKER_CLI_BUILD": "1"}
 

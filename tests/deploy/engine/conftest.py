@@ -24,6 +24,7 @@ from tests.deploy.compose_files import DIRECTORY, ROOT, services_of
 STANDINS = {
     "redis": ("REDIS_IMAGE", "redis"),
     "prometheus": ("PROMETHEUS_IMAGE", "prometheus"),
+    "alertmanager": ("ALERTMANAGER_IMAGE", "alertmanager"),
     "otel-collector": ("COLLECTOR_IMAGE", "page"),
     "jaeger": ("JAEGER_IMAGE", "page"),
     "grafana": ("GRAFANA_IMAGE", "page"),
