@@ -36,7 +36,7 @@ class AlertStory:
 def _requests(*, errors: int) -> dict[str, str]:
     name = "vllm:request_success_total"
     return {
-        f'{name}{{{OF_REPLICA},finished_reason="stop"}}': f"0+{100 - errors}x30",
+        f'{name}{{{OF_REPLICA},finished_reason="stop"}}': f"0+{1000 - errors}x30",
         f'{name}{{{OF_REPLICA},finished_reason="error"}}': f"0+{errors}x30",
     }
 
@@ -80,8 +80,21 @@ def _reloads(good: str) -> dict[str, str]:
 
 
 def _starts(*times: int) -> dict[str, str]:
-    values = " ".join(f"{time}x3" for time in times)
-    return {f"process_start_time_seconds{{{_OF_WORKER}}}": f"{values} {times[-1]}x20"}
+    return {
+        f"process_start_time_seconds{{{_OF_WORKER}}}": _after_each_other(times),
+        f"stepwell_build_info{{{_OF_WORKER}}}": "1x30",
+    }
+
+
+def _after_each_other(times: tuple[int, ...]) -> str:
+    return " ".join(f"{time}x3" for time in times) + f" {times[-1]}x20"
+
+
+def _tenant(refused: int, reason: str) -> dict[str, str]:
+    series = {f'stepwell_tenant_refusals_total{{{_TENANT},reason="{reason}"}}': f"0+{refused}x30"}
+    if refused < 100:
+        series[f"stepwell_tenant_requests_total{{{_TENANT}}}"] = f"0+{100 - refused}x30"
+    return series
 
 
 def _lost_tokens(count: int) -> dict[str, str]:
@@ -91,6 +104,7 @@ def _lost_tokens(count: int) -> dict[str, str]:
     }
 
 
+_TENANT = f'{MODEL},tenant="acme"'
 _OF_WORKER = f'{OF_REPLICA},service="worker",rank="0"'
 _ENGINE = {"model_name": "m", "engine": "e"}
 _REPLICA = _ENGINE | {"instance": "r:9101"}
@@ -125,11 +139,15 @@ STORIES = {
         # No number of replicas is configured. The lost replica is no longer in the registry.
         also_broken={
             f'stepwell_gateway_replicas_ready{{instance="g",{MODEL}}}': "2x10 1x30",
+            # Another gateway still reaches all replicas.
+            f'stepwell_gateway_replicas_ready{{instance="h",{MODEL}}}': "2x40",
         },
     ),
     "StepwellRestartLoop": AlertStory(
         _starts(1, 2, 3, 4),
-        _starts(1, 1, 2, 3),
+        # Another program also restarts.
+        _starts(1, 1, 2, 3)
+        | {'process_start_time_seconds{instance="o"}': _after_each_other((1, 2, 3, 4))},
         _REPLICA | {"service": "worker", "rank": "0"},
         minute=16,
     ),
@@ -163,9 +181,25 @@ STORIES = {
         buckets("vllm:time_to_first_token_seconds", {"20.0": 90, "40.0": 100, "+Inf": 100}),
         buckets("vllm:time_to_first_token_seconds", {"20.0": 100, "40.0": 100, "+Inf": 100}),
     ),
-    "StepwellRequestsRefused": AlertStory(_refusals(10), _refusals(10, "invalid_argument")),
+    "StepwellRequestsRefused": AlertStory(
+        _refusals(10),
+        _refusals(10, "invalid_argument"),
+        # A gateway that has not answered a request yet has no counter of answers.
+        also_broken={
+            name: values
+            for name, values in _refusals(10, "no_replica_ready").items()
+            if "answers" not in name
+        },
+    ),
+    "StepwellTenantRefused": AlertStory(
+        _tenant(60, "requests_rate_limit_exceeded"),
+        _tenant(60, "invalid_argument"),
+        {"tenant": "acme"},
+        # None of its requests is answered.
+        also_broken=_tenant(100, "tenant_queue_full"),
+    ),
     "StepwellRequestsFail": AlertStory(
-        _requests(errors=2), _requests(errors=1), severity="critical"
+        _requests(errors=11), _requests(errors=9), severity="critical"
     ),
     "StepwellCorruptedRequests": AlertStory(
         {f"vllm:corrupted_requests_total{{{OF_REPLICA}}}": "0x15 1x30"},
@@ -210,3 +244,5 @@ STORIES = {
         {"job": "stepwell", "instance": "g", "service": "gateway", "certificate": "public"},
     ),
 }
+CALM_ONLY_BY_DURATION = {"StepwellKVCacheFull"}
+"""Alerts that do not fire in the calm system only because its state is too short."""

@@ -1,9 +1,9 @@
 """Prometheus' rules: promtool tests them, their metrics exist, and the runbook has every alert."""
 
-import json
 import re
 import shutil
 import subprocess
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +11,24 @@ import pytest
 import yaml
 
 from services.common.telemetry.metric_specs.spec import Kind
-from tests.deploy.prometheus.rule_stories import STORIES, AlertStory
+from tests.deploy.prometheus.dashboards import HEALTH
+from tests.deploy.prometheus.rule_stories import CALM_ONLY_BY_DURATION, STORIES, AlertStory
 from tools.reference_pages import ALL_SPECS
 
 ROOT = Path(__file__).parents[3]
 RULES = ROOT / "deploy" / "prometheus" / "rules"
-DASHBOARDS = sorted((ROOT / "deploy" / "grafana" / "dashboards").glob("*.json"))
 RUNBOOK = ROOT / "docs" / "failures.md"
+RUNBOOK_URL = "http://127.0.0.1:9090/user/failures.md"
 PROMTOOL = shutil.which("promtool")
 needs_promtool = pytest.mark.skipif(
     PROMTOOL is None, reason="promtool is not installed (Debian's package prometheus has it)"
 )
 _SUFFIXES = {Kind.HISTOGRAM: ("_bucket", "_sum", "_count"), Kind.SUMMARY: ("_sum", "_count")}
-_SERIES = {
+SERIES = {
     spec.served_name + suffix
     for spec in ALL_SPECS.values()
     for suffix in _SUFFIXES.get(spec.kind, ("",))
-} | {"up"}
+} | {"up", "ALERTS", "ALERTS_FOR_STATE"}
 
 
 def rules() -> list[dict[str, Any]]:
@@ -45,7 +46,7 @@ RECORDED = {rule["record"] for rule in rules() if "record" in rule}
 
 def series_in(query: str) -> set[str]:
     """The names of the metrics in a query."""
-    named = re.findall(r"\b((?:vllm:|stepwell[_:]|process_|http_)[\w:]+)|\b(up)\b", query)
+    named = re.findall(r"\b((?:vllm:|stepwell[_:]|process_|http_|ALERTS)[\w:]*)|\b(up)\b", query)
     return {name or up for name, up in named}
 
 
@@ -73,7 +74,7 @@ def test_every_alert_has_a_story_and_a_section_of_the_runbook() -> None:
         assert alert["labels"]["severity"] in ("warning", "critical")
         annotations = alert["annotations"]
         assert set(annotations) == {"summary", "description", "runbook_url"}
-        assert annotations["runbook_url"] == f"docs/failures.md#{name.lower()}"
+        assert annotations["runbook_url"] == f"{RUNBOOK_URL}#{name.lower()}"
         for part in ("**Means.**", "**Look at.**", "**Do.**"):
             assert sections[name].count(part) == 1, (name, part)
 
@@ -81,32 +82,27 @@ def test_every_alert_has_a_story_and_a_section_of_the_runbook() -> None:
 def test_the_runbook_names_metrics_that_there_are() -> None:
     named = set(re.findall(r"`((?:vllm:|stepwell_)\w+)", RUNBOOK.read_text()))
     assert named
-    assert named - _SERIES - {spec.served_name for spec in ALL_SPECS.values()} == set()
+    assert named - SERIES - {spec.served_name for spec in ALL_SPECS.values()} == set()
 
 
 @pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule.get("alert") or rule["record"])
 def test_rules_read_metrics_that_there_are(rule: dict[str, Any]) -> None:
     assert series_in(rule["expr"])
-    assert series_in(rule["expr"]) <= _SERIES | RECORDED
+    assert series_in(rule["expr"]) <= SERIES | RECORDED
 
 
-@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
-def test_dashboards_are_well_formed_and_read_metrics_that_there_are(path: Path) -> None:
-    dashboard = json.loads(path.read_text())
-    assert dashboard["uid"] == path.stem
-    assert "__inputs" not in dashboard
-    places = [tuple(panel["gridPos"].values()) for panel in dashboard["panels"]]
-    for x, y, width, height in places:
-        assert x + width <= 24
-        assert not any(
-            (x, y) != (a, b) and x < a + w and a < x + width and y < b + h and b < y + height
-            for a, b, w, h in places
-        ), "panels overlap"
-    for panel in dashboard["panels"]:
-        assert panel["datasource"] == {"type": "prometheus", "uid": "prometheus"}
-        for target in panel["targets"]:
-            assert series_in(target["expr"]), panel["title"]
-            assert series_in(target["expr"]) <= _SERIES, panel["title"]
+def panel_of(name: str) -> str:
+    """The name of the rule that fires while the alert's panel of the dashboard "health" is red."""
+    return f"{name}Panel"
+
+
+def panel_rules() -> list[dict[str, Any]]:
+    exprs = defaultdict(list)
+    for query in HEALTH:
+        (alert,) = query.alerts
+        aggregate, compared = ("min", "<") if query.is_red_below else ("max", ">=")
+        exprs[alert].append(f"{aggregate}({query.filled('5m')}) {compared} {query.bound}")
+    return [{"alert": panel_of(name), "expr": " or ".join(own)} for name, own in exprs.items()]
 
 
 def rule_test(name: str, story: AlertStory, rule_files: list[str]) -> dict[str, Any]:
@@ -114,15 +110,14 @@ def rule_test(name: str, story: AlertStory, rule_files: list[str]) -> dict[str, 
 
     def run(series: dict[str, str], *, fires: bool) -> dict[str, Any]:
         alert = {"exp_labels": story.fires | {"severity": story.severity}}
+        is_red = fires or name in CALM_ONLY_BY_DURATION
+        expected = {name: [alert] if fires else [], panel_of(name): [{}] if is_red else []}
         return {
             "interval": "1m",
             "input_series": [{"series": key, "values": value} for key, value in series.items()],
             "alert_rule_test": [
-                {
-                    "eval_time": f"{story.minute}m",
-                    "alertname": name,
-                    "exp_alerts": [alert] if fires else [],
-                }
+                {"eval_time": f"{story.minute}m", "alertname": one, "exp_alerts": alerts}
+                for one, alerts in expected.items()
             ],
         }
 
@@ -138,7 +133,9 @@ def rule_test(name: str, story: AlertStory, rule_files: list[str]) -> dict[str, 
 
 @pytest.fixture(scope="module")
 def bare_rules(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Paths of the rule files without annotations, whose texts would contain measured values."""
+    """Paths of the rule files without annotations, whose texts would contain measured values. A
+    further file has the rules of the panels.
+    """
     directory = tmp_path_factory.mktemp("rules")
     for path in sorted(RULES.glob("*.yml")):
         written = yaml.safe_load(path.read_text())
@@ -146,12 +143,14 @@ def bare_rules(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
             for rule in group["rules"]:
                 rule.pop("annotations", None)
         (directory / path.name).write_text(yaml.safe_dump(written))
+    panels = {"groups": [{"name": "panels", "rules": panel_rules()}]}
+    (directory / "panels.yml").write_text(yaml.safe_dump(panels))
     return [str(path) for path in sorted(directory.glob("*.yml"))]
 
 
 @needs_promtool
 @pytest.mark.parametrize("name", STORIES)
-def test_an_alert_fires_for_what_it_watches_and_for_nothing_else(
+def test_an_alert_fires_and_its_panel_is_red_for_what_it_watches_and_for_nothing_else(
     name: str, bare_rules: list[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "story.yml"
