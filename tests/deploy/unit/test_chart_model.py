@@ -1,5 +1,6 @@
 """The model gets into the pods of the Helm chart: from a volume, or by a download into one."""
 
+import json
 import re
 from pathlib import Path
 
@@ -53,8 +54,8 @@ def test_only_the_download_can_write_to_the_volume(releases: dict[str, Rendered]
     for release in releases.values():
         for container in release.containers():
             for mount in container.spec["volumeMounts"]:
-                if mount["name"] == "model":
-                    is_download = container.spec["name"] == "download"
+                if mount["name"].startswith("model"):
+                    is_download = container.spec["name"].startswith("download")
                     assert mount.get("readOnly", False) is not is_download, container.name
 
 
@@ -87,6 +88,20 @@ def test_a_gateway_has_no_weights_in_a_volume_of_its_own(releases: dict[str, Ren
         ("downloading groups", "replica"): True,
         ("downloading groups", "rank"): True,
     }
+
+
+def test_a_gateway_downloads_the_files_of_further_models(releases: dict[str, Rendered]) -> None:
+    release = releases["download-shared"]
+    _, further, gateway = release.pod("gateway").containers()
+    settings = _settings(further)
+    assert (str(settings.model), settings.weights) == ("Qwen/Qwen3-Embedding-0.6B@main", False)
+    (config,) = release.of("ConfigMap")
+    (model,) = json.loads(config["data"]["models.json"])
+    assert model["model"] == str(settings.directory)
+    path = "/further-models/0"
+    assert gateway.mounts()[path] == further.mounts()[path]
+    assert further.mounts()[path]["emptyDir"] == {"sizeLimit": "1Gi"}
+    assert further.environment()["HF_ENDPOINT"] == "https://hub.example.org:8080"
 
 
 def test_a_node_must_have_room_for_the_volume_of_a_pod(releases: dict[str, Rendered]) -> None:

@@ -30,7 +30,7 @@ FURTHER = {
     "further-model": {"StatefulSet"},
     "openshift": {"StatefulSet", "Pod"},
     "download": {"StatefulSet", "Pod"},
-    "download-shared": {"StatefulSet", "Pod", "PersistentVolumeClaim"},
+    "download-shared": {"StatefulSet", "Pod", "PersistentVolumeClaim", "ConfigMap"},
     "ingress": {"StatefulSet", "Pod", "Ingress"},
     "gateway-api": {"StatefulSet", "Pod", "HTTPRoute", "GRPCRoute"},
     "extended": {"StatefulSet", "Pod", "ConfigMap", "Certificate"},
@@ -171,6 +171,15 @@ REFUSED = {
         "needs a volume that can be written",
     ),
     "a download from elsewhere": ({"model": {"download": {"source": "s3://a/b"}}}, "source"),
+    "a further model in two places": (
+        {
+            "redis": {"existingSecret": "a"},
+            "gateway": {
+                "furtherModels": [{"release": "a", "name": "b", "source": "hf://a/b", "path": "b"}]
+            },
+        },
+        "furtherModels/0/path",
+    ),
     "a token in the manifest": (
         {"model": {"download": {"extraEnv": [{"name": "HF_TOKEN", "value": "hf_a"}]}}},
         "HF_TOKEN has its own value below model.download",

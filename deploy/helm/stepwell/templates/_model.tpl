@@ -31,21 +31,31 @@ revision, so that another revision is downloaded beside it. */ -}}
 {{- end }}
 {{- end -}}
 
-{{- /* The init container as an item of a list, or nothing. Argument: list of the root, whether it is a gateway's,
-and the values of its image. */ -}}
+{{- /* The init container that downloads the model, as an item of a list, or nothing. Argument: list of the root,
+whether it is a gateway's, and the values of its image. */ -}}
 {{- define "stepwell.download" -}}
 {{- $root := index . 0 -}}
+{{- $ofGateway := index . 1 -}}
 {{- $model := $root.Values.model -}}
 {{- $download := $model.download -}}
-{{- $ofGateway := index . 1 -}}
-{{- $hasEmptyDir := not (or $model.claim.enabled $model.volume) -}}
-{{- if $download.source }}
-{{- $resources := deepCopy $download.resources -}}
-{{- if and $hasEmptyDir (not $ofGateway) -}}
+{{- if $download.source -}}
+{{- $weights := not (and $ofGateway (include "stepwell.hasOwnModels" $root)) -}}
+{{- $resources := $download.resources -}}
+{{- $sizeLimit := "" -}}
+{{- if and $weights (not (or $model.claim.enabled $model.volume)) -}}
+{{- $sizeLimit = $download.size -}}
 {{- $resources = merge (dict) $resources (dict "requests" (dict "ephemeral-storage" $download.size)) -}}
 {{- end -}}
-- name: download
-  {{- include "stepwell.container" (list $root (dict "image" (index . 2) "resources" $resources)) | nindent 2 }}
+{{- include "stepwell.downloadContainer" (dict "root" $root "image" (index . 2) "name" "download" "source" $download.source "directory" (include "stepwell.modelDirectory" $root) "volume" "model" "mountPath" "/models" "weights" $weights "sizeLimit" $sizeLimit "resources" $resources) }}
+{{- end }}
+{{- end -}}
+
+{{- /* Argument: dict of root; image, the values of its image; name; source, the model on the hub; directory,
+volume and mountPath; weights, whether it downloads them; sizeLimit, which may be empty; and resources. */ -}}
+{{- define "stepwell.downloadContainer" -}}
+{{- $download := .root.Values.model.download -}}
+- name: {{ .name }}
+  {{- include "stepwell.container" (list .root (dict "image" .image "resources" .resources)) | nindent 2 }}
   command: [python3, -m, services.download]
   # The end of the log, which names the value to change, is in the status of the pod.
   terminationMessagePolicy: FallbackToLogsOnError
@@ -53,20 +63,19 @@ and the values of its image. */ -}}
     - name: HOME
       value: /tmp
     - name: STEPWELL_DOWNLOAD_MODEL
-      value: {{ $download.source | quote }}
+      value: {{ .source | quote }}
     - name: STEPWELL_DOWNLOAD_DIRECTORY
-      value: {{ include "stepwell.modelDirectory" $root | quote }}
-    {{- if and $ofGateway (include "stepwell.hasOwnModels" $root) }}
+      value: {{ .directory | quote }}
     - name: STEPWELL_DOWNLOAD_WEIGHTS
-      value: "false"
-    {{- else if $hasEmptyDir }}
+      value: {{ .weights | quote }}
+    {{- with .sizeLimit }}
     - name: STEPWELL_DOWNLOAD_SIZE_LIMIT
-      value: {{ $download.size | quote }}
+      value: {{ . | quote }}
     {{- end }}
     - name: STEPWELL_DOWNLOAD_LOG_LEVEL
-      value: {{ $root.Values.observability.logLevel }}
+      value: {{ .root.Values.observability.logLevel }}
     - name: STEPWELL_DOWNLOAD_LOG_FORMAT
-      value: {{ $root.Values.observability.logFormat }}
+      value: {{ .root.Values.observability.logFormat }}
     {{- with $download.endpoint }}
     - name: HF_ENDPOINT
       value: {{ trimSuffix "/" . | quote }}
@@ -80,8 +89,14 @@ and the values of its image. */ -}}
     {{- toYaml . | nindent 4 }}
     {{- end }}
   volumeMounts:
-    - {name: model, mountPath: /models}
+    - {name: {{ .volume }}, mountPath: {{ .mountPath }}}
     - {name: tmp, mountPath: /tmp}
     {{- include "stepwell.more" $download.extraVolumeMounts | nindent 4 }}
-{{- end }}
+{{- end -}}
+
+{{- /* Whether an init container downloads from the hub. */ -}}
+{{- define "stepwell.downloads" -}}
+{{- range prepend .Values.gateway.furtherModels (dict "source" .Values.model.download.source) -}}
+{{- if .source }}true{{ end -}}
+{{- end -}}
 {{- end -}}

@@ -144,7 +144,15 @@ gateway or replica. */ -}}
 {{- with ($ofGateway | ternary $values.gateway $values.replicas).extraInitContainers }}
 {{- toYaml . }}
 {{ end }}
-{{- include "stepwell.download" (list (index . 0) $ofGateway ($ofGateway | ternary $values.gateway.image $values.worker.image)) }}
+{{- with include "stepwell.download" (list (index . 0) $ofGateway ($ofGateway | ternary $values.gateway.image $values.worker.image)) }}
+{{- . }}
+{{ end }}
+{{- range $number, $further := $ofGateway | ternary $values.gateway.furtherModels list }}
+{{- if $further.source }}
+{{- $path := printf "/further-models/%d" $number -}}
+{{- include "stepwell.downloadContainer" (dict "root" (index $ 0) "image" $values.gateway.image "name" (printf "download-%d" $number) "source" $further.source "directory" (printf "%s/%s" $path (trimPrefix "hf://" $further.source)) "volume" (printf "model-%d" $number) "mountPath" $path "weights" false "sizeLimit" "" "resources" $values.model.download.resources) }}
+{{ end }}
+{{- end }}
 {{- end -}}
 
 {{- /* Spreads a component's pods over nodes. Argument: list of the root, the component and its values. */ -}}
