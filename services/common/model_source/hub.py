@@ -168,10 +168,11 @@ def fetch_files(name: HubName, files: list[str], directory: Path | None = None) 
 
 def needed_files(names: Collection[str], *, with_weights: bool) -> list[str]:
     """Selects the files of a model that are read. The weights are the files with Hugging Face's
-    names, or else all other safetensors files, or else the GGUF files.
+    names, or else all other safetensors files, or else the GGUF files. Without config.json, the
+    configuration and the tokenizer are in a GGUF file.
     """
     chosen = [file for file in names if _CONFIGURATION.fullmatch(file)]
-    for kind in _WEIGHTS if with_weights else ():
+    for kind in _WEIGHTS if with_weights or "config.json" not in names else ():
         weights = [file for file in names if kind.fullmatch(file)]
         if weights:
             return sorted({*chosen, *weights})

@@ -111,6 +111,7 @@ def test_a_node_must_have_room_for_the_volume_of_a_pod(releases: dict[str, Rende
     assert download.spec["resources"]["requests"]["ephemeral-storage"] == "4Gi"
     assert _settings(download).size_limit == 4 * 2**30
     assert _download(gateway).mounts()["/models"]["emptyDir"] == {"sizeLimit": "1Gi"}
+    assert _settings(_download(gateway)).size_limit == 2**30
     shared = _download(releases["download-shared"].pod("replica"))
     assert "ephemeral-storage" not in shared.spec["resources"]["requests"]
 

@@ -42,9 +42,11 @@ whether it is a gateway's, and the values of its image. */ -}}
 {{- $weights := not (and $ofGateway (include "stepwell.hasOwnModels" $root)) -}}
 {{- $resources := $download.resources -}}
 {{- $sizeLimit := "" -}}
-{{- if and $weights (not (or $model.claim.enabled $model.volume)) -}}
-{{- $sizeLimit = $download.size -}}
-{{- $resources = merge (dict) $resources (dict "requests" (dict "ephemeral-storage" $download.size)) -}}
+{{- if not (or $model.claim.enabled $model.volume) -}}
+{{- $sizeLimit = $ofGateway | ternary "1Gi" $download.size -}}
+{{- if not $ofGateway -}}
+{{- $resources = merge (dict) $resources (dict "requests" (dict "ephemeral-storage" $sizeLimit)) -}}
+{{- end -}}
 {{- end -}}
 {{- include "stepwell.downloadContainer" (dict "root" $root "image" (index . 2) "name" "download" "source" $download.source "directory" (include "stepwell.modelDirectory" $root) "volume" "model" "mountPath" "/models" "weights" $weights "sizeLimit" $sizeLimit "resources" $resources) }}
 {{- end }}

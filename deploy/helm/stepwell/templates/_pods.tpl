@@ -150,7 +150,7 @@ gateway or replica. */ -}}
 {{- range $number, $further := $ofGateway | ternary $values.gateway.furtherModels list }}
 {{- if $further.source }}
 {{- $path := printf "/further-models/%d" $number -}}
-{{- include "stepwell.downloadContainer" (dict "root" (index $ 0) "image" $values.gateway.image "name" (printf "download-%d" $number) "source" $further.source "directory" (printf "%s/%s" $path (trimPrefix "hf://" $further.source)) "volume" (printf "model-%d" $number) "mountPath" $path "weights" false "sizeLimit" "" "resources" $values.model.download.resources) }}
+{{- include "stepwell.downloadContainer" (dict "root" (index $ 0) "image" $values.gateway.image "name" (printf "download-%d" $number) "source" $further.source "directory" (printf "%s/%s" $path (trimPrefix "hf://" $further.source)) "volume" (printf "model-%d" $number) "mountPath" $path "weights" false "sizeLimit" "1Gi" "resources" $values.model.download.resources) }}
 {{ end }}
 {{- end }}
 {{- end -}}

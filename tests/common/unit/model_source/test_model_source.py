@@ -148,6 +148,11 @@ def test_only_what_is_read_is_fetched() -> None:
     )
 
 
+def test_a_gguf_file_has_the_tokenizer() -> None:
+    names = ["README.md", "tiny-q8_0.gguf", "params.json"]
+    assert needed_files(names, with_weights=False) == ["params.json", "tiny-q8_0.gguf"]
+
+
 HUB = {
     "config.json": CONFIG,
     "model.safetensors": "weights",
