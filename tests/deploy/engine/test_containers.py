@@ -211,6 +211,44 @@ def test_the_small_variant_serves(up: Callable[..., Up]) -> None:
     assert num_ready(small) == 1
 
 
+def test_two_models_have_one_address_and_do_not_disturb_each_other(up: Callable[..., Up]) -> None:
+    running = up(
+        "stepwell-test-models",
+        *("compose.yaml", "two-models.yaml"),
+        SECOND_MODEL=str(ROOT / "models" / "demo"),
+    )
+    with client_of(running, max_retries=5) as client:
+        assert [model.id for model in client.models.list()] == ["demo", "second"]
+
+        def text_of(name: str) -> str:
+            answer = client.completions.create(
+                model=name, prompt=PROMPT, max_tokens=24, temperature=0
+            )
+            assert answer.model == name
+            text: str = answer.choices[0].text
+            return text
+
+        texts = {name: text_of(name) for name in ("demo", "second")}
+        ready = "stepwell_gateway_replicas_ready"
+        metrics = http_get(f"{running.url}/metrics").text
+        assert f'{ready}{{model_name="demo"}} 2.0' in metrics
+        assert f'{ready}{{model_name="second"}} 1.0' in metrics
+        second = [
+            container
+            for container in running.containers()
+            if container.labels.get("stepwell.replica") == "second"
+        ]
+        for container in second:
+            container.kill()
+        with ThreadPoolExecutor(1) as threads:
+            waiting = threads.submit(text_of, "second")
+            for _ in range(10):
+                assert text_of("demo") == texts["demo"]
+            for container in second:
+                container.start()
+            assert waiting.result(timeout=300) == texts["second"]
+
+
 def test_inspected_containers_show_no_secret(up: Callable[..., Up], tmp_path: Path) -> None:
     password = "hidden-password"
     (tmp_path / "api-keys").write_text("sk-hidden")
