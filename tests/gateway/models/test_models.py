@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from stepwell.gateway.v1 import gateway_pb2
 
 from services.common.keys.api_keys import TenantRecord
+from tests.e2e.browser import WIDE, chromium, page_of
 from tests.gateway.fake_scheduler import FakeScheduler
 from tests.gateway.keyring import FileKeyring
 from tests.gateway.serving import Serving, serving
@@ -202,3 +203,16 @@ async def test_a_tenants_limit_counts_its_requests_to_all_models(
             body = {"model": name, "prompt": "a", "max_tokens": 1}
             answer = await running.http.post("/v1/completions", json=body, headers=headers)
             assert answer.status_code == status
+
+
+async def test_the_page_of_each_model_links_to_the_others(two: Serving) -> None:
+    async with chromium() as browser, page_of(browser, two.base_url, **WIDE) as page:
+        for path, model, other in (
+            ("/ui", "tiny", "/models/org/large/ui"),
+            ("/models/org/large/ui", "org/large", "/models/tiny/ui"),
+        ):
+            await page.goto(f"{two.base_url}{path}")
+            link = page.locator("#model a")
+            await link.wait_for()
+            assert (await page.locator("#model").inner_text()).startswith(model)
+            assert await link.get_attribute("href") == other

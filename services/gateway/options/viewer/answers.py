@@ -197,9 +197,12 @@ class ReplicaActivity(Answer):
 
 
 class Activity(Answer):
-    """An answer of /activity."""
+    """An answer of /activity. `models` are all models of the gateway that the API key may use. The
+    other fields are about `model`.
+    """
 
     model: str
+    models: list[str]
     unix_seconds: float
     draining: bool
     requests_in_flight: int

@@ -93,6 +93,11 @@ class ActivityRoutes:
         return JSONResponse(
             {
                 "model": self._inference.model_name,
+                "models": [
+                    one.model_name
+                    for one in (self._inference, *self._inference.others)
+                    if request.state.caller.may_use(one.model_name)
+                ],
                 "unix_seconds": time.time(),
                 "draining": not self._gate.is_open,
                 "requests_in_flight": self._gate.inside,

@@ -4,6 +4,7 @@ import { get, setKey } from "./api.js";
 import { Chat } from "./chat.js";
 import { Pool } from "./pool.js";
 import { History } from "./history.js";
+import { showModels } from "./models.js";
 import { showReplicas, showTabs, stateOf } from "./replicas.js";
 import { showOverview } from "./overview.js";
 import { nameOf, showNumbers, showRequests } from "./requests.js";
@@ -65,7 +66,7 @@ async function look() {
   setState(...stateOfAll(activity));
   if (showsProblem === "look") problem("");
   chat.model = activity.model;
-  byId("model").textContent = activity.model;
+  showModels(activity);
   looks.push({ activity, at: activity.unix_seconds });
   while (looks.length > 2 && looks[1].at < activity.unix_seconds - 2 * RATE_SECONDS) looks.shift();
   show(activity);
