@@ -8,7 +8,8 @@ An unknown flag also ends it, and so does any variable `STEPWELL_…` that no St
 since a misspelled variable could leave a server open or a limit unset.
 
 A secret, such as a key, can also be read from a file, so that neither the command line nor the
-environment shows it. The path of the file is in the variable whose name has the suffix `_FILE`.
+environment shows it. The path of the file is in the variable whose name has the suffix `_FILE`. The
+setting's value then is a FileText or FileItems, from which a service can read the file again.
 """
 
 import argparse
@@ -23,7 +24,7 @@ import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, Self, TypeVar
 
 from services.common.process.argument_parser import ArgumentParser
 from services.common.process.standard_streams import complain, drop_unwritten
@@ -50,6 +51,34 @@ _BOOLEANS = {
 
 T = TypeVar("T", bound=IsDataclass)
 Check = Callable[[Any], str | None]
+
+
+class FileText(str):
+    """The text of a secret's file. The file may be replaced while the service runs."""
+
+    file: Path
+
+    @classmethod
+    def read(cls, file: Path) -> Self:
+        """Reads a file. For a list of secrets, each word of the file is one item. Raises OSError or
+        UnicodeDecodeError.
+        """
+        text = cls(",".join(file.read_text().split()))
+        text.file = file
+        return text
+
+
+class FileItems(tuple[str, ...]):
+    """The items of a list of secrets in a file, which may be replaced while the service runs."""
+
+    file: Path
+
+    @classmethod
+    def read(cls, file: Path) -> Self:
+        """Reads a file as `FileText.read` does."""
+        items = cls(part for part in FileText.read(file).split(",") if part)
+        items.file = file
+        return items
 
 
 class SettingError(ValueError):
@@ -188,10 +217,9 @@ def _require_known(service: str, environ: Mapping[str, str], known: Collection[s
             raise SettingError(f"{name} is set, but there is no such setting{hint}")
 
 
-def _secret(variable: str, path: Path) -> str:
-    """Reads a secret from a file. For a list of secrets, each word of the file is one item."""
+def _secret(variable: str, path: Path) -> FileText:
     try:
-        return ",".join(path.read_text().split())
+        return FileText.read(path)
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise SettingError(f"{variable}: {path} cannot be read: {why}") from error
@@ -317,7 +345,11 @@ def _convert(text: str | bool, kind: Any, name: str) -> Any:
         return _BOOLEANS[text.lower()]
     if typing.get_origin(kind) is tuple:
         item = typing.get_args(kind)[0]
+        if isinstance(text, FileText):
+            return FileItems.read(text.file)
         return tuple(_convert(part.strip(), item, name) for part in text.split(",") if part.strip())
+    if kind is str:
+        return text
     try:
         return kind(text)
     except ValueError:

@@ -11,6 +11,7 @@ import logging
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from redis import exceptions
@@ -20,7 +21,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from services.common.errors import Unavailable
-from services.common.process.settings import SettingError
+from services.common.process.settings import FileText, SettingError
 from services.common.redis.url import missing_file, without_secrets
 
 SOCKET_SECONDS = 0.5
@@ -47,7 +48,11 @@ class RedisUnavailable(Unavailable):
 
 
 class RedisConnection:
-    """A connection to Redis, which is opened when a call needs it. Calls may overlap."""
+    """A connection to Redis, which is opened when a call needs it. Calls may overlap.
+
+    After a call that failed, the URL is read again if it came from a file, and so are the
+    certificates that the URL names if they were the reason.
+    """
 
     def __init__(self, url: str, *, blocking: bool = False) -> None:
         """`blocking` permits commands that block at the server, by removing the time limit of
@@ -57,6 +62,7 @@ class RedisConnection:
         if (complaint := missing_file(url)) is not None:
             raise SettingError(f"--redis-url {self.name}: {complaint}")
         self._url = url
+        self._used_url = url
         self._options: dict[str, Any] = {
             "protocol": 2,
             "retry": Retry(NoBackoff(), 0),
@@ -75,6 +81,8 @@ class RedisConnection:
         # while a cluster changes. Every error means that the call has failed.
         except Exception as error:
             _raise_if_cancelled()
+            if why_unusable(error) is not None or self._current_url() != self._used_url:
+                await self._abandon()
             raise RedisUnavailable(f"Redis at {self.name}: {_text(error)}") from error
         _raise_if_cancelled()
         return answer
@@ -111,6 +119,20 @@ class RedisConnection:
         if client is not None:
             await client.aclose()
 
+    def _current_url(self) -> str:
+        """The text of the URL's file, or the last known URL if the file cannot be read now."""
+        if isinstance(self._url, FileText):
+            with suppress(OSError, UnicodeDecodeError):
+                return FileText.read(self._url.file)
+        return self._used_url
+
+    async def _abandon(self) -> None:
+        """Closes the client, whose password, certificates or address may have been replaced. The
+        next call connects with the current ones.
+        """
+        with suppress(Exception):
+            await self.close()
+
     async def _connected(self) -> Client:
         async with self._connecting:
             if self._client is None:
@@ -118,7 +140,8 @@ class RedisConnection:
             return self._client
 
     async def _connect(self) -> Client:
-        single: Redis = Redis.from_url(self._url, **self._options)
+        self._used_url = self._current_url()
+        single: Redis = Redis.from_url(self._used_url, **self._options)
         try:
             if not await _is_cluster(single):
                 return single
@@ -126,7 +149,7 @@ class RedisConnection:
             await single.aclose()
             raise
         await single.aclose()
-        return RedisCluster.from_url(self._url, require_full_coverage=False, **self._options)
+        return RedisCluster.from_url(self._used_url, require_full_coverage=False, **self._options)
 
 
 def why_unusable(error: BaseException) -> str | None:

@@ -21,10 +21,12 @@ class Access:
 
     def __init__(self, keys: Mapping[str, Caller] | None = None) -> None:
         """`keys` maps each key to the caller of its requests."""
-        self._callers = {
-            form: caller for key, caller in (keys or {}).items() for form in _forms(key)
-        }
+        self.set_keys(keys or {})
         self.needs_key = bool(self._callers)
+
+    def set_keys(self, keys: Mapping[str, Caller]) -> None:
+        """Replaces all keys. Whether requests need a key does not change."""
+        self._callers = {form: caller for key, caller in keys.items() for form in _forms(key)}
 
     async def authenticate(self, authorization: str) -> Caller:
         """Returns the caller of a request. Raises Unauthenticated if `authorization` is not

@@ -17,7 +17,10 @@ from tests.deploy.conftest import CHART
 from tests.deploy.rendered import Container, Object, Rendered
 from tests.deploy.service_settings import SETTINGS, json_schemas
 
-SECRET_FILES = ("tls.crt", "tls.key", "ca.crt", "keys.json")
+SECRET_FILES = {
+    **dict.fromkeys(("tls.crt", "tls.key", "ca.crt", "keys.json"), ""),
+    **{"plain": "sk-a,sk-b", "url": "redis://user:secret@redis.example.org:6379"},
+}
 
 _HEALTH_FILE = "health_file"
 """The images set it. Kubernetes does not need it, because the kubelet probes over gRPC."""
@@ -52,7 +55,8 @@ def test_every_variable_is_a_setting_with_a_value_that_it_takes(
         assert service is not None
         environ = _with_files(container, tmp_path / str(number))
         known = {env_prefix(service) + name.upper() for name in json_schemas(service)}
-        assert _ours(environ) <= known, container.name
+        secrets = {f"{env_prefix(service)}{name}_FILE" for name in ("REDIS_URL", "API_KEYS")}
+        assert _ours(environ) <= known | secrets, container.name
         settings = parse_settings(
             SETTINGS[service], service, container.spec.get("args", []), environ
         )
@@ -148,6 +152,7 @@ def _set_by_chart(releases: dict[str, Rendered], service: str) -> set[str]:
             if container.service == service:
                 variables = _ours(container.environment())
                 own = {name.removeprefix(env_prefix(service)).lower() for name in variables}
+                own |= {name.removesuffix("_file") for name in own} & {"redis_url", "api_keys"}
                 names |= own - given.keys()
     return names
 
@@ -180,8 +185,8 @@ def _with_files(container: Container, root: Path) -> dict[str, str]:
     mounts = container.mounts()
     for path, volume in mounts.items():
         (root / path.lstrip("/")).mkdir(parents=True, exist_ok=True)
-        for name in SECRET_FILES if "secret" in volume else ():
-            (root / path.lstrip("/") / name).touch()
+        for name, text in SECRET_FILES.items() if "secret" in volume else ():
+            (root / path.lstrip("/") / name).write_text(text)
     environ = container.environment()
     for name, value in environ.items():
         if any(value == path or value.startswith(path + "/") for path in mounts):

@@ -13,7 +13,11 @@ import pytest
 
 from benchmarks.common.redis_servers import find_tls_server
 from services.common.process.settings import SettingError
-from services.common.redis.connection import RedisConnection, RedisUnavailable
+from services.common.redis.connection import (
+    FIRST_CALL_SECONDS,
+    RedisConnection,
+    RedisUnavailable,
+)
 from tests.certificates import LOOPBACK, Authority, Files
 from tests.redis_servers import SECONDS, RedisServer, free_port, needs_redis, redis_server
 
@@ -26,13 +30,20 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     return Files(tmp_path_factory.mktemp("tls")).write(authority.issue(*LOOPBACK), authority)
 
 
-@asynccontextmanager
-async def tls_before(server: RedisServer, files: Files) -> AsyncIterator[str]:
-    """A TLS proxy, which requires a client certificate, before a Redis server. Yields host:port."""
+def server_context(files: Files) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(files.cert, files.key)
     context.verify_mode = ssl.CERT_REQUIRED
     context.load_verify_locations(files.ca)
+    return context
+
+
+@asynccontextmanager
+async def tls_before(
+    server: RedisServer, files: Files, context: ssl.SSLContext | None = None
+) -> AsyncIterator[str]:
+    """A TLS proxy, which requires a client certificate, before a Redis server. Yields host:port."""
+    context = context or server_context(files)
 
     async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(65_536):
@@ -43,6 +54,7 @@ async def tls_before(server: RedisServer, files: Files) -> AsyncIterator[str]:
         behind = await asyncio.open_connection("127.0.0.1", server.port)
         both = (copy(reader, behind[1]), copy(behind[0], writer))
         await asyncio.gather(*both, return_exceptions=True)
+        behind[1].close()
 
     proxy = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
     try:
@@ -108,6 +120,37 @@ async def test_a_server_of_another_authority_is_not_used(
     assert why.startswith(
         f"--redis-url rediss://{address}: the certificate of Redis is not accepted ("
     )
+
+
+async def test_a_new_authority_is_read_after_the_old_one_was_withdrawn(
+    shared_server: RedisServer, tmp_path: Path
+) -> None:
+    old, new = Authority("old"), Authority("new")
+    files = Files(tmp_path).write(old.issue(*LOOPBACK), old)
+    context = server_context(files)
+    async with tls_before(shared_server, files, context) as address:
+        connection = RedisConnection(url(address, files))
+        await refusals_of(connection)
+        files.write(new.issue(*LOOPBACK), new)
+        context.load_cert_chain(files.cert, files.key)
+        context.load_verify_locations(files.ca)
+        shared_server.ask("CLIENT", "KILL", "TYPE", "normal")
+        refusals = await refusals_of(connection)
+        assert any("certificate verify failed" in refusal for refusal in refusals), refusals
+        await connection.close()
+
+
+async def refusals_of(connection: RedisConnection) -> list[str]:
+    """Calls Redis until it answers. Returns the errors before. A TLS handshake may time out."""
+    refusals: list[str] = []
+    async with asyncio.timeout(SECONDS):
+        while True:
+            try:
+                await connection.call(lambda client: client.ping(), FIRST_CALL_SECONDS)
+            except RedisUnavailable as error:
+                refusals.append(str(error))
+            else:
+                return refusals
 
 
 async def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:

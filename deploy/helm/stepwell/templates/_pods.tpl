@@ -47,16 +47,15 @@ its drain time in seconds. */ -}}
 {{- end -}}
 
 {{- /* Environment variables with the URL of Redis. Argument: list of the root and the service. The manifest
-does not contain the password. */ -}}
+does not contain the password. A service reads the file of an existing secret again. */ -}}
 {{- define "stepwell.redisEnv" -}}
 {{- $root := index . 0 -}}
 {{- $redis := $root.Values.redis -}}
 {{- $name := printf "STEPWELL_%s_REDIS_URL" (upper (index . 1)) -}}
 {{- $host := printf "%s-redis.%s.svc:%v" (include "stepwell.fullname" $root) $root.Release.Namespace (include "stepwell.ports" $root | fromYaml).redis -}}
 {{- if $redis.existingSecret }}
-- name: {{ $name }}
-  valueFrom:
-    secretKeyRef: {name: {{ $redis.existingSecret }}, key: {{ $redis.urlKey }}}
+- name: {{ $name }}_FILE
+  value: /etc/stepwell/redis-url/url
 {{- else if and $redis.internal.enabled $redis.internal.passwordSecret }}
 - name: REDIS_PASSWORD
   valueFrom:
@@ -215,6 +214,14 @@ envFrom:
 - name: internal-tls
   secret: {secretName: {{ include "stepwell.internalTlsSecret" . }}, defaultMode: 0440}
 {{- end }}
+{{- with $root.Values.redis.existingSecret }}
+- name: redis-url
+  secret:
+    secretName: {{ . }}
+    defaultMode: 0440
+    items:
+      - {key: {{ $root.Values.redis.urlKey }}, path: url}
+{{- end }}
 {{- with $root.Values.redis.tlsSecret }}
 - name: redis-tls
   secret: {secretName: {{ . }}, defaultMode: 0440}
@@ -233,7 +240,10 @@ envFrom:
 {{- end }}
 {{- end -}}
 
-{{- define "stepwell.redisTlsMount" -}}
+{{- define "stepwell.redisMounts" -}}
+{{- if .Values.redis.existingSecret }}
+- {name: redis-url, mountPath: /etc/stepwell/redis-url, readOnly: true}
+{{- end }}
 {{- if .Values.redis.tlsSecret }}
 - {name: redis-tls, mountPath: /etc/stepwell/redis, readOnly: true}
 {{- end }}

@@ -34,7 +34,7 @@ env:
 {{ include "stepwell.probes" (dict "port" $ports.kvpoolHealth "probes" $kvpool.probes "startFor" "ready" "startSeconds" 60 "unreadySeconds" 2) }}
 volumeMounts:
   {{- include "stepwell.runMounts" . | nindent 2 }}
-  {{- include "stepwell.redisTlsMount" . | nindent 2 }}
+  {{- include "stepwell.redisMounts" . | nindent 2 }}
   {{- include "stepwell.more" $kvpool.extraVolumeMounts | nindent 2 }}
 {{- end -}}
 
@@ -170,7 +170,7 @@ volumeMounts:
   {{- end }}
   {{- include "stepwell.runMounts" $root | nindent 2 }}
   {{- include "stepwell.internalTlsMount" $root | nindent 2 }}
-  {{- include "stepwell.redisTlsMount" $root | nindent 2 }}
+  {{- include "stepwell.redisMounts" $root | nindent 2 }}
   {{- include "stepwell.more" $scheduler.extraVolumeMounts | nindent 2 }}
 {{- end -}}
 

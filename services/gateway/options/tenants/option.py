@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 from starlette.types import ASGIApp
 
 from services.common.errors import StepwellError
-from services.common.process.settings import SettingError
+from services.common.process.settings import FileItems, SettingError
 from services.common.redis.url import NEEDS_REDIS
 from services.gateway.adapters.telemetry.request_record import RequestRecord
 from services.gateway.core.request.generation import Generation
@@ -27,7 +27,7 @@ from services.gateway.options.tenants.core.queues.capacity import capacity_of
 from services.gateway.options.tenants.core.queues.queue_bounds import QueueBounds
 from services.gateway.options.tenants.core.queues.tenant_queues import TenantQueues
 from services.gateway.options.tenants.keys.api_keys import ApiKeys
-from services.gateway.options.tenants.keys.file_keys import FileKeys
+from services.gateway.options.tenants.keys.file_keys import FileKeys, follow_plain_keys
 from services.gateway.options.tenants.keys.store import KeyStore
 from services.gateway.options.tenants.limits.http_checks import (
     RATE_LIMIT_HEADERS,
@@ -91,8 +91,9 @@ class Tenants(Option):
 
     def __init__(self, settings: TenantSettings, parts: OptionParts) -> None:
         self._store = make_key_store(settings, parts.redis_url)
+        self._plain = settings.api_keys
         self.access = self._keys = ApiKeys(
-            settings.api_keys, self._store, share_cache=settings.share_cache_between_tenants
+            self._plain, self._store, share_cache=settings.share_cache_between_tenants
         )
         self.limit_store = make_limit_store(
             None if self._store is None else parts.redis_url, parts.gateway_id
@@ -188,10 +189,11 @@ class Tenants(Option):
             await self._store.require_usable()
 
     async def run(self) -> None:
-        if self._store is None:
-            await super().run()
-            return
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._store.run())
-            if self._is_first:
-                tasks.create_task(self.limit_store.run())
+            tasks.create_task(super().run())
+            if isinstance(self._plain, FileItems):
+                tasks.create_task(follow_plain_keys(self._plain, self._keys.set_plain))
+            if self._store is not None:
+                tasks.create_task(self._store.run())
+                if self._is_first:
+                    tasks.create_task(self.limit_store.run())

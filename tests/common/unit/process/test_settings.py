@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from services.common.process.settings import (
+    FileItems,
     SettingError,
     at_least,
     between,
@@ -95,6 +96,8 @@ def test_a_secret_is_the_content_of_a_file(tmp_path: Path) -> None:
     path.write_text("sesame\nfriend\n")
     settings = parse("--name", "x", STEPWELL_THING_WORDS_FILE=str(path))
     assert settings.words == ("sesame", "friend")
+    assert isinstance(settings.words, FileItems)
+    assert settings.words.file == path
     path.write_text("sesame,friend\n")
     assert parse("--name", "x", STEPWELL_THING_WORDS_FILE=str(path)) == settings
     given = parse("--name", "x", "--words", "door", STEPWELL_THING_WORDS_FILE=str(path))

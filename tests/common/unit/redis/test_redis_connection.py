@@ -3,16 +3,17 @@
 import asyncio
 import socket
 import time
+from pathlib import Path
 
 import pytest
 
 from services.common.redis.url import is_redis_url, without_secrets
-from tests.redis_servers import needs_redis, redis_server
+from tests.redis_servers import SECONDS, RedisServer, needs_redis, redis_server
 
 if needs_redis.args[0]:
     pytest.skip(needs_redis.kwargs["reason"], allow_module_level=True)
 
-from services.common.process.settings import SettingError
+from services.common.process.settings import FileText, SettingError
 from services.common.redis.connection import RedisConnection, RedisUnavailable, why_unusable
 
 
@@ -129,3 +130,39 @@ def test_a_name_server_that_does_not_answer_says_nothing_about_the_host(
     failure = RedisUnavailable("Redis at redis://cache:6379: no connection")
     failure.__cause__ = socket.gaierror(number, "the lookup failed")
     assert why_unusable(failure) == complaint
+
+
+async def test_a_url_in_a_file_is_read_again_when_redis_refuses_or_is_gone(tmp_path: Path) -> None:
+    file = tmp_path / "url"
+
+    def write(password: str, server: RedisServer) -> None:
+        file.write_text(f"redis://:{password}@127.0.0.1:{server.port}\n")
+
+    async def until_answered() -> list[str]:
+        refusals: list[str] = []
+        async with asyncio.timeout(SECONDS):
+            while True:
+                try:
+                    await connection.call(lambda client: client.ping())
+                except RedisUnavailable as error:
+                    refusals.append(str(error))
+                else:
+                    return refusals
+
+    with redis_server(tmp_path / "a", "--requirepass", "first") as a:
+        write("first", a)
+        connection = RedisConnection(FileText.read(file))
+        await until_answered()
+        kill = ("CLIENT", "KILL", "TYPE", "normal")
+        await connection.pipeline([("CONFIG", "SET", "requirepass", "second"), kill])
+        await connection.close()
+        with pytest.raises(RedisUnavailable, match="invalid username-password"):
+            await connection.call(lambda client: client.ping())
+        write("second", a)
+        assert await until_answered() == []
+        with redis_server(tmp_path / "b", "--requirepass", "second") as b:
+            write("second", b)
+            assert await until_answered() == [], "an open connection stays in use"
+            a.kill()
+            assert len(await until_answered()) <= 2
+    await connection.close()

@@ -14,7 +14,7 @@ import pytest
 from stepwell.gateway.v1 import gateway_pb2
 
 from services.common.keys.api_keys import TenantRecord
-from services.common.process.settings import SettingError
+from services.common.process.settings import FileItems, SettingError
 from services.common.rpc.status import from_rpc_error
 from tests.gateway.fake_scheduler import FakeScheduler
 from tests.gateway.keyring import FileKeyring, Keyring, RedisKeyring, bearer
@@ -138,6 +138,25 @@ async def test_plain_keys_and_those_of_a_file_serve_side_by_side(
     async with keyed(model, "file", tmp_path, request, api_keys=("plain",)) as (served, ring):
         for key in ("plain", await ring.add(ACME)):
             assert (await post(served, key)).is_success
+        assert (await served.http.post("/v1/completions", json=BODY)).status_code == 401
+
+
+async def test_plain_keys_of_a_file_are_read_again(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "plain"
+    path.write_text("first,second")
+    keys = FileItems.read(path)
+    async with serving(model, FakeScheduler(), api_keys=keys) as served:
+        assert (await post(served, "second")).is_success
+        # Kubernetes replaces a directory to which links in the volume lead.
+        (tmp_path / "new").write_text("second\nthird\n")
+        (tmp_path / "new").replace(path)
+        await becomes(served, "first", 401)
+        assert (await post(served, "second")).is_success
+        assert (await post(served, "third")).is_success
+        path.unlink()
+        path.write_bytes(b"\xff")
+        path.write_text("")
+        await becomes(served, "third", 401)
         assert (await served.http.post("/v1/completions", json=BODY)).status_code == 401
 
 

@@ -27,13 +27,15 @@ class ApiKeys(Access):
         share_cache: bool = False,
         unix_seconds: Callable[[], float] = time.time,
     ) -> None:
-        names = ((f"key-{number}", key) for number, key in enumerate(plain, start=1))
-        super().__init__(
-            {key: Tenant(name, cache_salt="" if share_cache else name) for name, key in names}
-        )
+        super().__init__(_tenants(plain, share_cache=share_cache))
+        self._share_cache = share_cache
         self._store = store
         self._unix_seconds = unix_seconds
         self.needs_key = bool(plain) or store is not None
+
+    def set_plain(self, plain: Sequence[str]) -> None:
+        """Replaces the plain keys. A tenant is the place of its key in the list."""
+        self.set_keys(_tenants(plain, share_cache=self._share_cache))
 
     async def authenticate(self, authorization: str) -> Caller:
         """Returns the caller of a request. A key that is not in memory is looked up in the
@@ -84,3 +86,8 @@ class ApiKeys(Access):
                 raise Unauthenticated(
                     f"this API key expired at {expired}", reason="EXPIRED_API_KEY"
                 )
+
+
+def _tenants(plain: Sequence[str], *, share_cache: bool) -> dict[str, Caller]:
+    names = ((f"key-{number}", key) for number, key in enumerate(plain, start=1))
+    return {key: Tenant(name, cache_salt="" if share_cache else name) for name, key in names}

@@ -1,13 +1,14 @@
-"""API keys in a file, which is read again after each change."""
+"""API keys in files, which are read again after each change."""
 
 import asyncio
 import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from services.common.keys.api_keys import DamagedRecord
 from services.common.keys.book import KeyBook
 from services.common.keys.book_file import read_book, version_of
-from services.common.process.settings import SettingError
+from services.common.process.settings import FileItems, SettingError
 from services.gateway.options.tenants.keys.store import KnownKey
 
 _LOOK_SECONDS = 1.0
@@ -72,3 +73,24 @@ class FileKeys:
 
 def _why(error: OSError | DamagedRecord) -> str:
     return error.strerror or str(error) if isinstance(error, OSError) else str(error)
+
+
+async def follow_plain_keys(keys: FileItems, set_plain: Callable[[Sequence[str]], None]) -> None:
+    """Calls `set_plain` whenever the keys in the file of --api-keys have changed."""
+    version = None
+    while True:
+        await asyncio.sleep(_LOOK_SECONDS)
+        if (found := version_of(keys.file)) == version:
+            continue
+        version = found
+        try:
+            read = FileItems.read(keys.file)
+        except (OSError, UnicodeDecodeError) as error:
+            logger.error(
+                "the file of --api-keys, %s: %s; the previous keys stay in use", keys.file, error
+            )
+            continue
+        if read != keys:
+            keys = read
+            set_plain(keys)
+            logger.info("%d API keys of --api-keys are in use", len(keys))
