@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 
-from services.simulation.explore.fleet import Fleet
+from services.simulation.explore.fleet import TERMINATION_SECONDS, Fleet
 from services.simulation.runtime.network import Network
 from services.simulation.runtime.process import Process, State
 
@@ -19,6 +19,10 @@ _FOCUS = 0.4
 _SOON_SECONDS = 0.15
 _ANSWER_SECONDS = 0.0003
 """The approximate time that the reply to a message travels."""
+_DRAIN_SECONDS = 4.5
+"""Seconds within which a scheduler ends after SIGTERM if nothing else fails. Its requests end
+earlier. With requests that do not end, it ends later.
+"""
 _AHEAD = 20
 """A wrong clock is ahead by this many times the duration of the fault."""
 
@@ -37,7 +41,7 @@ class Kind(Enum):
 
 
 _HANG, _HANG_SECONDS = "hang 20 s", 20.0
-_DEVICE_FAULTS = "refuse memory", "fail", "exit", "hang 0.5 s", _HANG, "slow 30x for 1 s"
+_DEVICE_FAULTS = "refuse memory", "fail", "fail", "exit", "hang 0.5 s", _HANG, "slow 30x for 1 s"
 _END_GATEWAYS = Kind.CRASH, Kind.TERMINATE, Kind.STOP
 
 
@@ -80,7 +84,9 @@ def draw_faults(
     moments: list[float],
 ) -> list[Fault]:
     """Draws faults of services, and of the network between `pairs` of services. Many begin soon
-    after one of `moments`, when services are busy. In some runs most faults are of one kind.
+    after one of `moments`, when services are busy. In some runs most faults are of one kind. Pools
+    have more wrong clocks and lost connections than others, because their clocks number generations
+    and their transactions are sent again.
     """
     faults, kinds = [], [*Kind, Kind.DEVICE]
     if rng.random() < _FOCUS:
@@ -90,6 +96,8 @@ def draw_faults(
         if kind is Kind.DEVICE:
             faults.append(_draw_device_fault(rng, services, seconds))
             continue
+        if kind in (Kind.AHEAD, Kind.RESET) and rng.random() < 0.4:
+            service = rng.choice([name for name in services if name.startswith("pool")])
         peer = None
         if kind in (Kind.CUT, Kind.CUT_ONE_WAY):
             service, peer = rng.sample(rng.choice(pairs), 2)
@@ -101,17 +109,23 @@ def draw_faults(
             lasts = max(lasts, 1.0)
         faults.append(Fault(at, kind, service, lasts, peer))
         if kind is Kind.AHEAD or (kind is Kind.CRASH and rng.random() < 0.4):
-            faults += _draw_crashes_after(rng, faults[-1], services)
+            faults += _draw_faults_after(rng, faults[-1], services)
     return sorted(faults, key=lambda fault: fault.at_seconds)
 
 
-def _draw_crashes_after(rng: random.Random, fault: Fault, services: list[str]) -> Iterator[Fault]:
-    """Yields one or two crashes: during and after a wrong clock, or while a service restarts."""
+def _draw_faults_after(rng: random.Random, fault: Fault, services: list[str]) -> Iterator[Fault]:
+    """Yields one or two crashes, during and after a wrong clock. While a service restarts, yields a
+    crash, or the loss of the service's connections.
+    """
     begins = [fault.at_seconds + fault.seconds + rng.choice((0.01, 0.3)) * rng.random()]
     if fault.kind is Kind.AHEAD:
         begins.append(fault.at_seconds + fault.seconds * rng.random())
     for at in begins:
-        yield Fault(at, Kind.CRASH, rng.choice((fault.service, rng.choice(services))), 0.1)
+        service = rng.choice((fault.service, rng.choice(services)))
+        if fault.kind is Kind.CRASH and rng.random() < 0.5:
+            yield Fault(at, Kind.RESET, service, _LONGEST_RESET_SECONDS)
+        else:
+            yield Fault(at, Kind.CRASH, service, 0.1)
 
 
 def _draw_device_fault(rng: random.Random, services: list[str], seconds: float) -> Fault:
@@ -122,8 +136,8 @@ def _draw_device_fault(rng: random.Random, services: list[str], seconds: float) 
     if rng.random() < 0.3:
         rules = {f"after {rng.random() * seconds:.3f} s": what}
     elif rng.random() < 0.6:
-        for _ in range(rng.choice((1, 2))):
-            step += rng.choice((1, 1, 2, 10))
+        for _ in range(rng.choice((1, 2, 3))):
+            step += rng.choice((1, 1, 2, 3, 10))
             rules[f"at step {step}"] = rng.choice((what, rng.choice(_DEVICE_FAULTS)))
     script = "; ".join(f"{when}: {what}" for when, what in rules.items())
     return Fault(0.0, Kind.DEVICE, worker, 0.0, rule=script)
@@ -140,7 +154,9 @@ async def inject(fault: Fault, fleet: Fleet, network: Network, *, must_end: bool
         case Kind.CRASH:
             await fleet.crash(fault.service, fault.seconds)
         case Kind.TERMINATE:
-            ends_itself = await fleet.restart(fault.service)
+            drains = must_end and fault.service.startswith("scheduler")
+            seconds = _DRAIN_SECONDS if drains else TERMINATION_SECONDS
+            ends_itself = await fleet.restart(fault.service, seconds)
             if must_end and not ends_itself:
                 raise AssertionError(f"{fault.service} has not ended after SIGTERM")
         case Kind.STOP:
@@ -154,7 +170,7 @@ async def inject(fault: Fault, fleet: Fleet, network: Network, *, must_end: bool
         case Kind.AHEAD:
             process.seconds_ahead = _AHEAD * fault.seconds
             await asyncio.sleep(fault.seconds)
-            process.seconds_ahead = 0.0
+            fleet.services[fault.service].process.seconds_ahead = 0.0
         case Kind.DISK:
             process.is_disk_full = True
             await asyncio.sleep(fault.seconds)

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from services.common.telemetry.tracing import service_resource
 from services.gateway.__main__ import Gateway
@@ -12,8 +13,9 @@ from services.scheduler.adapters.telemetry.step_tracer import STEP_SERVICE
 from services.simulation.explore.members import REDIS, Members, Serve, Shape, links, service_names
 from services.simulation.runtime.network import Network
 from services.simulation.runtime.process import Process
+from services.worker.core.model_runner import ModelRunner
 
-_TERMINATION_SECONDS = 30.0
+TERMINATION_SECONDS = 30.0
 _RESTART_SECONDS = 0.5
 
 
@@ -61,7 +63,9 @@ class Fleet:
 
     def start(self, name: str) -> None:
         service = self.services[name]
+        seconds_ahead = service.process.seconds_ahead
         service.process = Process(self._network.loop, name)
+        service.process.seconds_ahead = seconds_ahead  # the machine's clock
         service.process.on_exit = partial(self._exited, service)
         service.stop, service.is_told_to_stop = asyncio.Event(), False
         service.task = service.process.spawn(service.serve(service.stop))
@@ -90,16 +94,16 @@ class Fleet:
         await asyncio.sleep(seconds)
         self._replace(self.services[name], process)
 
-    async def restart(self, name: str) -> bool:
-        """Restarts a service. Stops it as SIGTERM does or, if that takes too long, kills it and
-        returns False.
+    async def restart(self, name: str, seconds: float = TERMINATION_SECONDS) -> bool:
+        """Restarts a service. Stops it as SIGTERM does. Kills it, and returns False, if that takes
+        more than `seconds`.
         """
         service = self.services[name]
         process, task = service.process, service.task
         if process.is_dead or task is None:
             return True
         service.tell_to_stop()
-        await asyncio.wait({task}, timeout=_TERMINATION_SECONDS)
+        await asyncio.wait({task}, timeout=seconds)
         has_ended = task.done()
         process.kill()
         self._replace(service, process)
@@ -126,8 +130,10 @@ class Fleet:
     def mend_devices(self) -> None:
         """Cancels the faults of all devices, including future ones."""
         for service in self.services.values():
-            if (faults := getattr(service.process.inside, "faults", None)) is not None:
-                faults.rules = ()
+            if isinstance(runner := service.process.inside, ModelRunner):
+                model: Any = runner.model
+                if model.faults is not None:
+                    model.faults.rules = ()
 
     async def until_ready(self) -> None:
         """Waits until each gateway counts all replicas as ready."""

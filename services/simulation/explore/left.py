@@ -2,18 +2,21 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from services.common.pool.ids import ContextId
 from services.gateway.__main__ import Gateway
 from services.kvpool.__main__ import PoolService
+from services.kvpool.core.pool_host import HostedPool
 from services.scheduler.__main__ import SchedulerService
 from services.scheduler.core.policies.program.retention import ProgramRetention
+from services.simulation.explore.contents import wrong_contents
 from services.simulation.explore.fleet import Fleet
 from services.simulation.explore.members import REDIS
 from services.simulation.runtime.loop import VirtualLoop
 from services.simulation.runtime.process import PROCESS, State
+from services.worker.core.model_runner import ModelRunner
 
 _LATE_SECONDS = 10.0
 _MAY_BE_LEFT = {"KeyedRequests._expire", "Fleet._update"}
@@ -22,7 +25,7 @@ _MAY_BE_LEFT = {"KeyedRequests._expire", "Fleet._update"}
 
 def what_is_left(fleet: Fleet, num_gateways: int) -> list[str]:
     """Returns sentences about requests, sessions, blocks and rows (requests' indices in a worker's
-    batch) that were not released.
+    batch) that were not released, and about blocks with wrong contents.
     """
     found = []
     insides = [service.process.inside for service in fleet.services.values()]
@@ -35,18 +38,32 @@ def what_is_left(fleet: Fleet, num_gateways: int) -> list[str]:
             case Gateway() as gateway:
                 left = _in_gateway(gateway, num_cached)
             case SchedulerService() as scheduler:
-                left = _in_scheduler(scheduler, num_gateways, _contexts_of(fleet, name))
+                left = _in_scheduler(scheduler, num_gateways, _contexts_in(pools_of(fleet, name)))
             case PoolService() as pool:
                 left = _in_pool(pool)
+            case ModelRunner() as runner:
+                left = wrong_contents(runner, pools_of(fleet, name))
             case _:
                 continue
         found += [f"{name} has {number} {what}" for what, number in left if number]
     return found
 
 
-def _contexts_of(fleet: Fleet, scheduler: str) -> set[ContextId]:
-    pool = fleet.services[scheduler.replace("scheduler", "pool")].process.inside
-    return {one for hosted in pool.host.pools() for one in hosted.pool.context_ids}
+def pools_of(fleet: Fleet, service: str) -> list[HostedPool[Any]]:
+    """The pools of the replica to which a scheduler or worker belongs."""
+    pool = fleet.services[f"pool-{service.split('-')[1]}"].process.inside
+    return list(pool.host.pools()) if isinstance(pool, PoolService) else []
+
+
+def _contexts_in(pools: Iterable[HostedPool[Any]]) -> dict[ContextId, int]:
+    """Maps the contexts in pools to their numbers of blocks."""
+    queues = [hosted.pool._blocks.contexts for hosted in pools]
+    return {
+        context: len(blocks)
+        for queue in queues
+        if queue is not None
+        for context, blocks in queue._contexts.items()
+    }
 
 
 Left = Iterator[tuple[str, int]]
@@ -68,7 +85,9 @@ def _in_gateway(gateway: Gateway, num_cached: int) -> Left:
         yield "sessions", sum(one.is_in_turn or one.num_turns > 0 for one in sessions)
 
 
-def _in_scheduler(service: SchedulerService, num_gateways: int, in_pool: set[ContextId]) -> Left:
+def _in_scheduler(
+    service: SchedulerService, num_gateways: int, in_pool: dict[ContextId, int]
+) -> Left:
     parts = service.parts
     scheduler = parts.engine.scheduler
     yield "requests", len(parts.engine.unfinished)
@@ -86,7 +105,10 @@ def _in_scheduler(service: SchedulerService, num_gateways: int, in_pool: set[Con
         yield "programs in a turn", retention.num_in_turn
         yield "contexts that are not paused", len(contexts ^ paused)
         known = {*contexts, *retention._dropped}
-        yield "contexts that it does not know in its pool", len(in_pool - known)
+        yield "contexts that it does not know in its pool", len(in_pool.keys() - known)
+        counted = {one.id: one.num_blocks for one in retention._contexts.values()}
+        wrong = [one for one, number in counted.items() if number != in_pool.get(one, 0)]
+        yield "contexts with another number of blocks in its pool", len(wrong)
 
     transfers: Any = scheduler.transfers
     if transfers is not None:

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 _NEVER = re.compile(
     r"a message of the scheduler is wrong|the stream of steps from the scheduler is closed,"
+    r"|the kvpool refused a transaction: transaction \d+ arrived after transaction"
     r"|an event of pool .* is wrong|WARNING the session of gateway .* is closed,"
     r"|< \S+ /stepwell\.(kvpool|scheduler|worker)\.\S+ "
     r"status (2|3|11|12|13|15) (?!device simulated: )"

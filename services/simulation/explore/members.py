@@ -229,7 +229,7 @@ class Members:
         with outside():
             built = build_worker(settings, incarnation, checkpoint_reached, group)
         runner: Any = built.runner
-        current_process().inside = runner.runner.model
+        current_process().inside = runner.runner
         if (adapters := built.adapters) is not None:
             load = adapters.load
 

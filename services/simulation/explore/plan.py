@@ -15,7 +15,13 @@ from services.simulation.explore.members import (
     links,
     service_names,
 )
-from services.simulation.explore.requests import FOCI, Arrival, draw_arrivals
+from services.simulation.explore.requests import (
+    CROWDED_FOCI,
+    FOCI,
+    LEAVING,
+    Arrival,
+    draw_arrivals,
+)
 
 _LOAD_SECONDS = 0.3, 1.0, 1.0, 20.0
 """The durations of a run's load and faults, one of which is drawn. In the longest, the services are
@@ -26,6 +32,7 @@ _SETTINGS: tuple[tuple[str, Any], ...] = (
     ("long_prefill_token_threshold", 16),
     ("max_num_active_seqs", 2),
     ("max_num_sessions", 1),
+    ("max_num_waiting", 3),
     ("max_num_waiting", 3),
     ("prefill_schedule_interval", 3),
     ("scheduler_reserve_full_isl", False),
@@ -49,8 +56,12 @@ _FAILURES_OF_ONE = 3
 """The number of successive failed steps after which the scheduler gives up a request."""
 _FOCUS = 0.75
 """The probability that a run has many requests of one kind."""
-_CROWDED = 0.4
-"""The probability that pools are small, so that requests preempt each other."""
+_LEAVING_WITH_TIER = 0.4
+"""The probability that many clients leave in a run with a tier, some while their blocks load."""
+_CROWDED, _CROWDED_WITH_TIER = 0.4, 0.7
+"""The probability that pools are small, so that requests preempt each other, or load blocks from a
+tier if there is one.
+"""
 _BUSY = 0.2
 """The probability that all services are busy."""
 _REPLICA_0 = re.compile(r"(pool|worker|scheduler)-0")
@@ -101,18 +112,23 @@ def make_plan(seed: int) -> Plan:
     rng = random.Random(seed)
     shape = _draw_shape(rng)
     count, seconds = rng.randrange(4, 16), rng.choice(_LOAD_SECONDS)
-    focus = rng.choice(FOCI) if rng.random() < _FOCUS else None
+    is_crowded = shape.num_blocks == NUM_FEW_BLOCKS
+    foci = CROWDED_FOCI if is_crowded else FOCI
+    focus = rng.choice(foci) if rng.random() < _FOCUS else None
+    if shape.tier_gib and rng.random() < _LEAVING_WITH_TIER:
+        focus = LEAVING
     arrivals = draw_arrivals(
         rng,
         count,
         seconds,
         shape.num_gateways,
         pools=shape.pools,
-        is_crowded=shape.num_blocks == NUM_FEW_BLOCKS,
+        is_crowded=is_crowded,
+        comes_at_once=is_crowded or shape.setting("max_num_waiting") is not None,
         has_priorities=shape.setting("policy") == "priority",
         focus=focus,
     )
-    services, pairs, num_faults = service_names(shape), links(shape), rng.choice((0, 1, 2, 3, 5))
+    services, pairs, num_faults = service_names(shape), links(shape), rng.choice((0, 0, 1, 2, 3, 5))
     if shape.num_replicas > 1 and rng.random() < 0.6:  # Replica 1 has no faults and takes over.
         services = [name for name in services if _REPLICA_0.match(name)]
         pairs = [pair for pair in pairs if any(map(_REPLICA_0.match, pair))]
@@ -135,7 +151,8 @@ def _draw_shape(rng: random.Random) -> Shape:
     drafts = rng.choice(("", "", "ngram", "draft_model"))
     tier_gib = rng.choice((0.001, 0.003)) if rng.random() < 0.3 else 0.0
     settings = dict(setting for setting in _SETTINGS if rng.random() < _CHANGED)
-    num_blocks = NUM_FEW_BLOCKS if rng.random() < _CROWDED else NUM_BLOCKS
+    crowded = _CROWDED_WITH_TIER if tier_gib else _CROWDED
+    num_blocks = NUM_FEW_BLOCKS if rng.random() < crowded else NUM_BLOCKS
     if not tier_gib and rng.random() < _CHANGED:  # A host-memory tier needs prefix hashes.
         settings["enable_prefix_caching"] = False
     if rng.random() < 0.55:

@@ -51,6 +51,8 @@ _WEIGHTS = {
 LEAVING = "leaving"
 FOCI = *_WEIGHTS, LEAVING
 """What many requests of a run may have in common: their kind, or that their clients leave."""
+CROWDED_FOCI = "random", "grammar", "turns", "talk", LEAVING
+"""The same in small pools: kinds with state that a preemption or another request's wait affects."""
 WRONGS = "cut", "json", "model", "length", "temperature"
 """Ways in which a request is wrong: half of it is missing, it is not JSON, or a field is wrong."""
 
@@ -165,18 +167,21 @@ def draw_arrivals(
     *,
     pools: bool,
     is_crowded: bool,
+    comes_at_once: bool,
     has_priorities: bool,
     focus: str | None = None,
 ) -> list[Arrival]:
     """Draws requests that arrive within `seconds`, some of them in bursts. If `pools`, they ask for
-    embeddings. If `is_crowded`, each of them fits in a small pool. If `has_priorities`, they have
-    different priorities. `focus` is one of FOCI.
+    embeddings. If `is_crowded`, each of them fits in a small pool. If `comes_at_once`, most of them
+    arrive in bursts. If `has_priorities`, they have different priorities. `focus` is one of FOCI.
     """
     arrivals: list[Arrival] = []
     at, leave = 0.0, _FOCUSED_LEAVES if focus == LEAVING else _LEAVES
     new_burst = rng.choice((0.2, 0.6, 0.6))
     if is_crowded:
-        count, new_burst = min(count, _CROWDED_REQUESTS), 0.2
+        count = min(count, _CROWDED_REQUESTS)
+    if comes_at_once:
+        new_burst = 0.2
     for number in range(count):
         if rng.random() < new_burst:
             at += rng.expovariate(new_burst * count / seconds)
@@ -228,18 +233,19 @@ def draw_request(rng: random.Random, focus: str | None = None, is_crowded: bool 
     match kind:
         case "several":
             request = replace(request, n=rng.choice((2, 3)))
-        case "random":
+        case "random" if not is_crowded:
             request = replace(request, temperature=1.0, seed=rng.randrange(3))
-        case "grammar":
+        case "grammar" | "random":
             regex, most = rng.choice((("(yes|no|maybe){2,5}", 24), ("(yes|no|maybe){9,12}", 90)))
-            request = Request(Edge.GRPC, prompt, most, regex=regex)
+            temperature = 1.0 if kind == "random" else 0.0  # only a grammar leaves a choice
+            request = Request(Edge.GRPC, prompt, most, regex=regex, temperature=temperature)
         case "adapter":
             request = replace(request, model=rng.choice(ADAPTERS))
         case "call":
             edge = rng.choice((Edge.COMPLETION, Edge.STREAM))
             request = Request(edge, prompt[: rng.choice((1, 3))], 48, Kind.CALL)
         case "turns" | "talk":
-            request = _draw_turns(rng, is_talk=kind == "talk")
+            request = _draw_turns(rng, is_crowded, is_talk=kind == "talk")
         case "stop":
             stop = (rng.choice("aeiou"),)
             request = replace(request, max_tokens=_LONG_ANSWER, stop=stop, ignores_end=True)
@@ -247,7 +253,9 @@ def draw_request(rng: random.Random, focus: str | None = None, is_crowded: bool 
                 more = _draw_prompt(rng, is_crowded), _draw_prompt(rng, is_crowded)
                 request = replace(request, more_prompts=more)
         case "logprobs":
-            request = replace(request, edge=Edge.GRPC, num_logprobs=rng.choice((1, 3)))
+            prompt = prompt if is_crowded else _document(0)[: rng.choice((40, 100, 200))]
+            num_logprobs = rng.choice((1, 3))
+            request = replace(request, edge=Edge.GRPC, prompt=prompt, num_logprobs=num_logprobs)
         case "long" if not is_crowded:
             request = LONG
         case "wrong":
@@ -255,9 +263,12 @@ def draw_request(rng: random.Random, focus: str | None = None, is_crowded: bool 
     return request
 
 
-def _draw_turns(rng: random.Random, *, is_talk: bool) -> Request:
-    prompt = _document(0)[: rng.choice((3, 40))]
-    later = _LATER_PROMPTS[: rng.choice((1, 2))]
+def _draw_turns(rng: random.Random, is_crowded: bool, *, is_talk: bool) -> Request:
+    """Draws a conversation. The first turn with 47 + 1 tokens ends where a block ends. In a small
+    pool, the longest prompt leaves too few blocks for most other requests.
+    """
+    prompt = _document(0)[: rng.choice((47, 100) if is_crowded else (3, 40, 47))]
+    later = _LATER_PROMPTS[: rng.choice((1,) if is_crowded else (1, 2))]
     pause = rng.choice((0.0, 0.05, 1.5, 7.0)) * rng.random()
     edge, max_tokens = rng.choice(list(Edge)), rng.choice((1, 5, 24))
     turns = Request(
@@ -307,9 +318,9 @@ PROBE = Request(
 that the last token of this block is not computed. The second turn ends one token after the end of a
 block, so that this block is complete.
 """
-PROBE_HITS = 96, 160
-"""The numbers of tokens that the conversation hits in the cache: first from its own earlier turns,
-then also from an earlier run of the same conversation.
+PROBE_HITS = 160, 96
+"""The numbers of tokens that the conversation hits in the cache: after an earlier run of the same
+conversation, and with only its own earlier turns.
 """
 PROBE_VECTOR = Request(Edge.GRPC, _document(3)[:40], 1, Kind.VECTOR)
 """The request that checks whether a fleet of embedding models serves."""

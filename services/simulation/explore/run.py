@@ -24,6 +24,7 @@ from services.simulation.explore.requests import (
     Arrival,
     Request,
 )
+from services.simulation.explore.requests import Kind as RequestKind
 from services.simulation.explore.watch import Watch, request_name
 from services.simulation.runtime.loop import VirtualLoop
 from services.simulation.runtime.machine import run_on
@@ -205,8 +206,7 @@ class _Run:
             names = self.fleet.services
             injecting += [create_task(keep_busy(name, self.fleet, network)) for name in names]
         disturbed = {fault.service for fault in plan.faults if fault.peer is None}
-        is_calm = not (plan.faults or plan.is_busy)
-        watch = Watch(self.fleet, self.answers, disturbed, is_calm, plan.is_busy)
+        watch = Watch(self.fleet, self.answers, disturbed, not plan.faults, plan.is_busy)
         watching = create_task(watch.run())
         clients = [self._client(arrival) for arrival in plan.arrivals]
         async with asyncio.timeout(_LONGEST_FAULT_SECONDS):
@@ -234,21 +234,25 @@ class _Run:
             raise Failed("; ".join(left))
 
     async def _probe(self) -> None:
-        """Checks that each gateway replies soon, and that a conversation hits all its full blocks
-        in the cache but no blocks with another salt.
+        """Checks that each gateway replies soon, with the same answers to a session and to the same
+        conversation, and that the conversation hits all full blocks of the session in the cache.
+        With a salt, it must hit only its own blocks.
         """
         shape = self.plan.shape
         caches = not shape.pools and shape.setting("enable_prefix_caching") is None
         for number in range(shape.num_gateways):
-            for num_hits in PROBE_HITS:
-                if await self._ask_probe(number) < num_hits and caches:
+            await self._ask_probe(number, replace(PROBE, kind=RequestKind.TURNS))
+            salted = replace(PROBE, salt=f"salt of probe {number}")
+            for probe, num_hits in zip((PROBE, salted), PROBE_HITS, strict=True):
+                num_cached = await self._ask_probe(number, probe)
+                if num_cached < num_hits and caches:
                     raise Failed(f"a conversation does not find {num_hits} tokens in the cache")
-            if await self._ask_probe(number, f"salt of probe {number}") > PROBE_HITS[0]:
-                raise Failed("a probe has cached tokens of another salt")
+                if num_cached > num_hits:
+                    raise Failed("a probe has cached tokens of another salt")
 
-    async def _ask_probe(self, gateway: int, salt: str = "") -> int:
-        """Sends the probe to a gateway. Returns the number of its cached tokens."""
-        request = PROBE_VECTOR if self.plan.shape.pools else replace(PROBE, salt=salt)
+    async def _ask_probe(self, gateway: int, probe: Request) -> int:
+        """Sends a probe to a gateway. Returns the number of its cached tokens."""
+        request = PROBE_VECTOR if self.plan.shape.pools else probe
         client, answer = Process(self.network.loop, "probe"), Answer()
         async with asyncio.timeout(_PROBE_SECONDS):
             await client.spawn(ask(f"gateway-{gateway}", request, answer))

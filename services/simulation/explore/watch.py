@@ -4,13 +4,17 @@ import asyncio
 import re
 from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from services.gateway.__main__ import Gateway
 from services.kvpool.__main__ import PoolService
 from services.scheduler.__main__ import SchedulerService
 from services.scheduler.core.engine.engine_core import EngineState
 from services.simulation.explore.answer import Answer
+from services.simulation.explore.contents import blocks_in_tables
 from services.simulation.explore.fleet import Fleet
+from services.simulation.explore.left import pools_of
+from services.worker.core.model_runner import ModelRunner
 
 _LOOK_SECONDS = 0.02
 _LONGEST_LOOK_SECONDS = 0.5
@@ -39,17 +43,20 @@ def request_name(number: int) -> str:
 @dataclass(slots=True)
 class Watch:
     """Checks the services again and again. `answers` maps requests' numbers to what their clients
-    have received. The services in `disturbed` have faults and may be late. `is_calm` means that the
-    run has no faults and no busy services.
+    have received. The services in `disturbed` have faults and may be late.
     """
 
     fleet: Fleet
     answers: Mapping[int, Answer]
     disturbed: Collection[str]
-    is_calm: bool
+    has_no_faults: bool
     is_busy: bool
     _since: dict[Hashable, float] = field(default_factory=dict)
     """Maps each wait to the time at which it was first observed."""
+
+    @property
+    def is_calm(self) -> bool:
+        return self.has_no_faults and not self.is_busy
 
     async def run(self) -> None:
         """Raises AssertionError if an invariant is violated: each pool counts its blocks correctly,
@@ -75,12 +82,21 @@ class Watch:
                     self._check_gateway(name, gateway, now)
                     if name not in self.disturbed:
                         waits |= self._unknown(name, gateway)
-                case SchedulerService() as scheduler if name not in self.disturbed:
-                    waits |= self._stall(name, scheduler)
+                case SchedulerService() as scheduler:
+                    _check_plans(name, scheduler)
+                    if name not in self.disturbed:
+                        waits |= self._stall(name, scheduler)
+                case ModelRunner() as runner if self.has_no_faults:
+                    self._check_loads(name, runner)
         self._since = {what: self._since.get(what, now) for what in waits}
         for what, (longest, sentence) in waits.items():
             if now > self._since[what] + longest:
                 raise AssertionError(f"{sentence} for {longest:g} s")
+
+    def _check_loads(self, name: str, runner: ModelRunner) -> None:
+        tier: Any = runner.tier
+        if tier is not None and tier._loads.targets - blocks_in_tables(pools_of(self.fleet, name)):
+            raise AssertionError(f"{name} loads into blocks of no request")
 
     def _stall(self, name: str, service: SchedulerService) -> Waits:
         """Returns the wait for a scheduler's next step. Empty if no step is due."""
@@ -126,3 +142,19 @@ class Watch:
                 is_late = answer.left_at is not None and now > answer.left_at + notice
                 if is_late and name not in self.disturbed:
                     raise AssertionError(f"{name} has a sequence whose client is gone")
+
+
+def _check_plans(name: str, service: SchedulerService) -> None:
+    """Checks that no step in flight computes a token after a request's longest possible output. The
+    last token of an output is never computed. With drafts, a step begins at a position that is
+    only an upper bound.
+    """
+    scheduler = service.parts.engine.scheduler
+    if scheduler.config.num_speculative_tokens:
+        return
+    for plan in scheduler.steps.in_flight:
+        steps = zip(plan.requests, plan.num_computed_tokens, plan.num_scheduled_tokens, strict=True)
+        for request, start, num_tokens in steps:
+            longest = max(request.num_prompt_tokens, request.max_num_tokens - 1)
+            if start + num_tokens > longest:
+                raise AssertionError(f"{name} computes a token after the end of a request")

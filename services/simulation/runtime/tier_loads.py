@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from services.worker.core.kv.load_thread import IDLE_WAIT_SECONDS
 from services.worker.core.step import EndedTierLoad, Int32Array, TierBlocks, TierLoad
 
-_LOAD_SECONDS = 0.02, 0.02, 0.3
+_LOAD_SECONDS = 0.02, 0.3
 """Limits in seconds, one of which is drawn at random for each load's time."""
 
 
@@ -19,6 +19,11 @@ class VirtualLoads:
         self._load = load
         self._loads: deque[tuple[float, TierLoad]] = deque()
         """The loads that have not ended, each with the time of its end."""
+
+    @property
+    def targets(self) -> set[int]:
+        """The blocks of the KV cache into which loads write."""
+        return {block for _, load in self._loads for block in load.blocks.block_ids.tolist()}
 
     def begin(self, loads: Sequence[TierLoad]) -> None:
         for load in loads:

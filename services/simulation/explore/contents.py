@@ -1,0 +1,67 @@
+"""Checks that cached blocks have the tokens for which their hashes stand."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+
+from services.common.pool import block_hash
+from services.kvpool.core.pool_host import HostedPool
+from services.worker.core.model_runner import ModelRunner
+
+_TOKENS = slice(block_hash.HASH_BYTES, block_hash.HASH_BYTES + 4 * 16)
+"""The part of a hash's input that has the tokens of a block of 16 tokens."""
+_TOKEN_BITS = np.uint64(0xFFFFFFFF)
+"""The part of a key that is the token's id. The other bits are the adapter's and the layer's."""
+
+_tokens_of: dict[bytes, bytes] = {}
+"""Maps each block hash that a service has computed to the block's tokens, as int32."""
+
+
+def _hashed(data: bytes) -> Any:
+    result = sha256(data)
+    _tokens_of[result.digest()] = data[_TOKENS]
+    return result
+
+
+block_hash.sha256 = _hashed  # type: ignore[attr-defined, assignment]
+
+
+def wrong_contents(
+    worker: ModelRunner, pools: Iterable[HostedPool[Any]]
+) -> Iterator[tuple[str, int]]:
+    """Yields kinds of blocks with other tokens than their hashes stand for, and their numbers."""
+    cache: Any = worker.attention
+    tier: Any = worker.tier
+    for hosted in pools:
+        (index,) = hosted.pool._blocks.indexes
+        blocks, hashes = list(index._hash_of), list(index._hash_of.values())
+        yield "cached blocks with other tokens", _num_wrong(cache.planes[0, blocks], hashes)
+    if tier is not None:
+        held = [(number, held.key) for number, held in enumerate(tier._held) if held is not None]
+        numbers, hashes = [number for number, _ in held], [key[:32] for _, key in held]
+        yield (
+            "blocks of the tier with other tokens",
+            _num_wrong(tier.memory[numbers].view(np.uint64), hashes),
+        )
+
+
+def _num_wrong(keys: Any, hashes: Sequence[bytes]) -> int:
+    """Counts the blocks whose keys (one row for each block) are not those of their hashes."""
+    if not hashes:
+        return 0
+    wanted = np.frombuffer(b"".join(map(_tokens_of.__getitem__, hashes)), np.int32)
+    found = (keys[:, :16] & _TOKEN_BITS).astype(np.int32)
+    return int((found != wanted.reshape(-1, 16)).any(axis=1).sum())
+
+
+def blocks_in_tables(pools: Iterable[HostedPool[Any]]) -> set[int]:
+    """The blocks in use in pools."""
+    return {
+        block
+        for hosted in pools
+        for tables in hosted.pool._requests.tables.values()
+        for table in tables
+        for block in table.blocks
+    }
