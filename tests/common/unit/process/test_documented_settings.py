@@ -46,6 +46,7 @@ OTHERS |= {"--once", "--width", "--program", "--slowest", "--failed", "--attribu
 OTHERS |= {"--link", "--every", "--seconds", "--streams", "--gateways", "--schemas", "--count"}
 OTHERS |= {"--kills", "--seed", "--worker-urls", "--tier-tokens"}
 OTHERS |= {"--client-cert-path", "--client-key-path", "--ca-cert-paths"}
+OTHERS |= {"--enable-feature"}  # of Prometheus
 
 
 def test_flags_named_in_the_documentation_exist() -> None:
