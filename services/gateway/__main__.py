@@ -224,19 +224,24 @@ class Gateway:
     async def drain(self, stop: asyncio.Event | None = None) -> None:
         """Waits at most `drain_seconds` until all requests have ended, then aborts unfinished ones.
 
-        When the drain begins, gRPC health reports that the gateway is not ready, new HTTP requests
-        are refused as unavailable, and each connection closes when it has no request. The health
-        service ends after the last request. Options, such as the viewer, may serve longer, until
-        `stop` is set.
+        When the drain begins, health reports that the gateway is not ready, and each connection
+        closes when it has no request. If `stop` is given, requests of clients that do not yet know
+        are accepted for `drain_delay_seconds`. Then new requests are refused as unavailable. The
+        health service ends after the last request. Options, such as the viewer, may serve longer,
+        until `stop` is set.
         """
+        for parts in self.models:
+            parts.gate.begin_drain()
+        await self._grpc.set_ready(False)
+        self._http.end_idle()
+        if stop is not None:
+            await asyncio.sleep(self._settings.drain_delay_seconds)
         for parts in self.models:
             parts.gate.close()
         shutting_down = Unavailable("the server is shutting down", retry_after_seconds=1.0)
         for option in self._options():
             option.begin_drain(shutting_down)
-        await self._grpc.set_ready(False)
         self._grpc.begin_drain(self._settings.drain_seconds + _LAST_ANSWERS_SECONDS)
-        self._http.end_idle()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._settings.drain_seconds):
                 for parts in self.models:

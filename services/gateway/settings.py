@@ -193,6 +193,12 @@ class GatewaySettings(ClientSettings, OptionSettings):
     )
     internal_tls_server_name: str | None = server_name()
     drain_seconds: float = with_default(ServiceSettings, "drain_seconds", 7.0)
+    drain_delay_seconds: float = setting(
+        0.0,
+        doc="time after SIGTERM for which new requests are still accepted although health is not "
+        "ready, so that load balancers notice",
+        check=between(0, 3600),
+    )
     access_log: bool = setting(True, doc="log a line for each call of a client, at level info")
     trace_slowest_per_minute: int = setting(
         3,

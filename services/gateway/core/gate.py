@@ -8,18 +8,21 @@ from services.common.errors import ResourceExhausted, Unavailable
 
 
 class Gate:
-    """Counts requests in progress. When the gate is full or closed, it refuses new requests."""
+    """Counts requests in progress. When the gate is full or closed, it refuses new requests.
+    `is_open` is false from the beginning of the drain, which may be before the gate is closed.
+    """
 
     def __init__(self, max_concurrent_requests: int) -> None:
         self._max = max_concurrent_requests
         self.inside = 0
         self.is_open = True
+        self._is_closed = False
         self._empty = asyncio.Event()
         self._empty.set()
 
     def check(self) -> None:
         """Raises ResourceExhausted if the gate is full, and Unavailable if it is closed."""
-        if not self.is_open:
+        if self._is_closed:
             raise Unavailable("the server is shutting down", retry_after_seconds=1.0)
         if self.inside >= self._max:
             raise ResourceExhausted(
@@ -42,9 +45,13 @@ class Gate:
             if self.inside == 0:
                 self._empty.set()
 
+    def begin_drain(self) -> None:
+        """Still admits new requests."""
+        self.is_open = False
+
     def close(self) -> None:
         """Refuses new requests from now on. Idempotent."""
-        self.is_open = False
+        self.is_open, self._is_closed = False, True
 
     async def empty(self) -> None:
         """Waits until no request is in progress."""

@@ -38,7 +38,8 @@ SETTINGS = (
 # Flags that are no settings of services, but of docker, benchmarks, and `stepwell` commands.
 OTHERS = {"--help", "--set", "--minutes", "--key", "--tenants", "--url"}
 OTHERS |= {"--ca-file", "--cert-file", "--key-file"}
-OTHERS |= {"--volumes", "--network", "--build", "--keep", "--roles"}
+OTHERS |= {"--volumes", "--network", "--build", "--keep", "--roles", "--faults"}
+OTHERS |= {"--rotate-key", "--upgrade-to"}
 OTHERS |= {"--requests-per-minute", "--tokens-per-minute"}
 OTHERS |= {"--weight", "--max-retained-share", "--priority-ceiling", "--expires-in-days"}
 OTHERS |= {"--models", "--json"}

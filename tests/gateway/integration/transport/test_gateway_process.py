@@ -33,7 +33,7 @@ def flags(model: Path, scheduler_address: str) -> list[str]:
 async def test_sigterm_finishes_what_runs_and_exits_0(model: Path) -> None:
     scheduler = FakeScheduler(permits=0)
     async with scheduler.running() as address:
-        with process(*flags(model, address)) as child:
+        with process(*flags(model, address), "--drain-delay-seconds", "2") as child:
             http_address = await asyncio.to_thread(serving_address, child)
             await asyncio.to_thread(line_with, child, "no API key is required: every client that")
             async with httpx.AsyncClient(base_url=f"http://{http_address}", timeout=60) as http:
@@ -47,6 +47,11 @@ async def test_sigterm_finishes_what_runs_and_exits_0(model: Path) -> None:
                 await asyncio.to_thread(line_with, child, "stopping")
                 scheduler.run_freely()
                 assert (await answer).json()["usage"]["completion_tokens"] == 8
+                # Clients that do not yet know of the drain are still served.
+                assert (await http.get("/health")).status_code == 503
+                late = await http.post("/v1/completions", json=body)
+                assert late.json()["usage"]["completion_tokens"] == 8
+                assert late.headers["connection"] == "close"
             assert await asyncio.to_thread(child.wait, 10) == 0
 
 
