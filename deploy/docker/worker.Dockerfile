@@ -75,7 +75,7 @@ COPY deploy/docker/probe.sh /
 WORKDIR /
 EXPOSE 9003
 # Loading a large model takes minutes. Failed probes in this start period do not count.
-HEALTHCHECK --interval=5s --timeout=60s --start-period=600s --retries=3 CMD ["sh", "/probe.sh"]
+HEALTHCHECK --interval=15s --timeout=60s --start-period=600s --retries=3 CMD ["sh", "/probe.sh"]
 ENTRYPOINT ["python3", "-m", "services.worker"]
 
 FROM service AS cuda

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from services.common.tls.credentials import Tls
 
 Replicas = Callable[[], Iterable[Replica]]
-_SWEEP_IDLE_SECONDS = 0.1
+_SWEEP_IDLE_SECONDS = 1.0
 _SWEEP_PART_SECONDS = 0.002
 """`sweep` sleeps for _SWEEP_PART_SECONDS between two parts of the index, and for
 _SWEEP_IDLE_SECONDS while the index has no invalid entries.
