@@ -94,10 +94,14 @@ class Client:
             raise CommandError(f"{self._url} serves no model")
         return models
 
-    def stream(self, path: str, body: Mapping[str, Any]) -> Generator[Any, None, None]:
+    def stream(
+        self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
+    ) -> Generator[Any, None, None]:
         """Posts `body` and yields the JSON of each event until `[DONE]`."""
         try:
-            with self._http.stream("POST", path, json=body, timeout=_STREAM_TIMEOUT) as response:
+            with self._http.stream(
+                "POST", path, json=body, headers=headers, timeout=_STREAM_TIMEOUT
+            ) as response:
                 if response.is_error:
                     response.read()
                     _refuse(response)
@@ -137,7 +141,7 @@ def _until_done(datas: Iterable[str]) -> Iterator[Any]:
         if isinstance(event, dict) and "error" in event:
             raise CommandError(_message_of(event) or data)
         yield event
-    raise CommandError("the connection ended before the answer was complete")
+    raise ServerAway("the connection ended before the answer was complete")
 
 
 def _refuse(response: httpx.Response) -> None:

@@ -6,39 +6,57 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from services.cli.bench.argument_types import above_zero, count
-from services.cli.deploy.check import Check, Times, until_healthy
-from services.cli.deploy.compose import Compose
+from services.cli.deploy.changes import Rotation, Upgrade
+from services.cli.deploy.check import Check, until_healthy
+from services.cli.deploy.compose import KEY_FILE, Compose
 from services.cli.deploy.engine import ComposeProject
+from services.cli.deploy.faults import REPLICA, Break, Times
 from services.cli.deploy.fleet import GatewayFleet
-from services.cli.deploy.ports import Fault
+from services.cli.deploy.ports import Fault, Trial
 from services.cli.errors import CommandError, CommandParser
 
 DEFAULT_FILE = Path("deploy/compose/compose.yaml")
-DEFAULT_ROLES = ("worker", "kvpool", "scheduler")
+DEFAULT_ROLES = ("worker", "kvpool", "scheduler", REPLICA)
 
 
 def main(argv: Sequence[str]) -> int:
     """Returns 0 if all streams continued and all containers recovered, else 1."""
     arguments = _parser().parse_args(argv)
-    faults = [_fault(name) for name in arguments.faults.split(",")]
+    faults = [_fault(name) for name in arguments.faults.split(",") if name]
     project = ComposeProject(arguments.project_name)
-    compose = Compose(arguments.file or [DEFAULT_FILE], arguments.project_name)
+    compose = Compose(
+        arguments.file or [DEFAULT_FILE],
+        arguments.project_name,
+        KEY_FILE if arguments.rotate_key else {},
+    )
     say = _clock()
     say(f"Docker engine {project.engine_version}, project {arguments.project_name}")
     try:
+        api_key = compose.create_key() if arguments.rotate_key else arguments.api_key
         compose.up(build=arguments.build)
         containers = until_healthy(project, arguments.start_seconds)
         url = project.url()
-        say(f"{len(containers)} containers are healthy; the gateway is at {url}")
+        say(f"{len(containers)} containers are healthy; clients use {url}")
         fleet = GatewayFleet(
             url,
-            arguments.api_key,
+            api_key,
             num_streams=arguments.streams,
             max_tokens=arguments.max_tokens,
             stream_seconds=arguments.stream_seconds,
         )
-        check = Check(project, fleet, Times(arguments.hold_seconds, arguments.heal_seconds), say)
-        num_wrong = check.run(faults, arguments.roles.split(","))
+        times = Times(arguments.hold_seconds, arguments.heal_seconds)
+        trials: list[Trial] = [
+            Break(project, fault, role, times)
+            for fault in faults
+            for role in arguments.roles.split(",")
+        ]
+        if arguments.rotate_key:
+            trials.append(Rotation(project, compose, fleet, arguments.heal_seconds))
+        if arguments.upgrade_to:
+            (now, *_) = [one.tag for one in containers if one.role == "gateway"]
+            trials.append(Upgrade(project, compose, arguments.upgrade_to))
+            trials.append(Upgrade(project, compose, now, "roll back"))
+        num_wrong = Check(project, fleet, arguments.heal_seconds, say).run(trials)
     finally:
         if not arguments.keep:
             compose.down()
@@ -66,8 +84,8 @@ def _clock() -> Callable[[str], None]:
 def _parser() -> CommandParser:
     parser = CommandParser(
         "deploy",
-        description="Brings a compose file up, breaks its containers while streams run, and "
-        "watches them heal.",
+        description="Brings a compose file up, breaks or replaces its containers while streams "
+        "run, and watches them heal.",
     )
     parser.add_argument("what", choices=("check",), metavar="check", help="the check")
     parser.add_argument(
@@ -91,13 +109,22 @@ def _parser() -> CommandParser:
         "--faults",
         default=",".join(fault.value for fault in Fault),
         metavar="A,B",
-        help="how containers are broken (default: kill,pause,disconnect)",
+        help="how containers are broken, or empty (default: kill,pause,disconnect,stop)",
     )
     parser.add_argument(
         "--roles",
         default=",".join(DEFAULT_ROLES),
         metavar="A,B",
-        help="which are broken: worker, kvpool, scheduler, redis (default: the first three)",
+        help="which are broken: worker, kvpool, scheduler, replica (these three together), redis, "
+        "gateway (default: the first four)",
+    )
+    parser.add_argument(
+        "--rotate-key", action="store_true", help="replace and revoke the clients' API key too"
+    )
+    parser.add_argument(
+        "--upgrade-to",
+        metavar="TAG",
+        help="replace all images by images of this tag too, and back; needs two-gateways.yaml",
     )
     parser.add_argument(
         "--api-key", default=os.environ.get("STEPWELL_API_KEY"), help="key to the gateway"

@@ -49,11 +49,14 @@ class ComposeProject:
         return sorted(map(_container, self._list()), key=lambda container: container.name)
 
     def url(self) -> str:
-        """The published URL of the gateway's HTTP API. Raises CommandError if there is none."""
-        for found in self._list(f"{ROLE_LABEL}=gateway"):
-            for binding in found.ports.get(_HTTP_PORT) or ():
-                host = binding["HostIp"]
-                return f"http://{'127.0.0.1' if host in _ANY_HOST else host}:{binding['HostPort']}"
+        """The published URL of the HTTP API: the proxy's, or without a proxy the gateway's. Raises
+        CommandError if there is none.
+        """
+        for role in ("proxy", "gateway"):
+            for found in self._list(f"{ROLE_LABEL}={role}"):
+                for binding in found.ports.get(_HTTP_PORT) or ():
+                    host = "127.0.0.1" if binding["HostIp"] in _ANY_HOST else binding["HostIp"]
+                    return f"http://{host}:{binding['HostPort']}"
         raise CommandError(f"project {self._name} publishes no gateway")
 
     @contextmanager
@@ -106,6 +109,9 @@ def _apply(victim: Any, fault: Fault, networks: Any) -> Any:
     if fault is Fault.PAUSE:
         victim.pause()
         return victim.unpause
+    if fault is Fault.STOP:
+        victim.stop()
+        return victim.start
     attached = victim.attrs["NetworkSettings"]["Networks"]
     with ExitStack() as undo:
         for name, endpoint in attached.items():
@@ -127,6 +133,7 @@ def _container(found: Any) -> Container:
         replica=found.labels.get(REPLICA_LABEL, ""),
         problem="" if problem == "healthy" else problem,
         started_at=state["StartedAt"],
+        tag=found.attrs["Config"]["Image"].rpartition(":")[2],
         hosts=frozenset(name for endpoint in endpoints for name in _aliases(found, endpoint)),
     )
 

@@ -1,10 +1,12 @@
-"""The interfaces of a deployment and of its gateway that a check uses."""
+"""The interfaces of a deployment and of its gateways that a check uses."""
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
+
+from services.cli.errors import CommandError
 
 
 class Fault(enum.Enum):
@@ -16,13 +18,15 @@ class Fault(enum.Enum):
     """The container is frozen for a while. Its connections stay open."""
     DISCONNECT = "disconnect"
     """The container is removed from its networks for a while, but continues to run."""
+    STOP = "stop"
+    """The container is stopped as by an operator: the process drains. Later it is started."""
 
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """A container of the deployment. `role` is the service that it runs, such as `worker`.
-    `replica` is empty for a container outside the replicas. `problem` is the reason why the
-    container is not healthy, or empty. `started_at` is the start time as text.
+    """A container of the deployment. `name` is its compose service. `role` is the kind of service,
+    such as `worker`. `replica` is empty for a container outside the replicas. `problem` is the
+    reason why the container is not healthy, or empty. `started_at` is the start time as text.
     """
 
     id: str
@@ -31,6 +35,8 @@ class Container:
     replica: str
     problem: str
     started_at: str
+    tag: str
+    """The tag of the image."""
     hosts: frozenset[str]
     """Host names that resolve to the container in its networks."""
 
@@ -45,13 +51,46 @@ class Deployment(Protocol):
         """Breaks a container. At the end of the `with` block, the fault is undone if necessary."""
 
 
+class Operator(Protocol):
+    """The commands of `docs/deploying.md` for a running compose project."""
+
+    def stop(self, name: str) -> None:
+        """Stops a service of the compose files after it has drained."""
+
+    def replace(self, names: Sequence[str], tag: str) -> None:
+        """Starts services of the compose files with images of a tag, in place of the old ones."""
+
+    def create_key(self) -> str:
+        """Creates an API key."""
+
+    def revoke_key(self, key: str) -> None:
+        """Revokes an API key."""
+
+    def is_accepted(self, key: str, gateway: str) -> bool:
+        """Asks a gateway, by the name of its service, whether it accepts an API key."""
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a stream's runs had: distinct texts, an error or "", the longest wait for an event."""
+    """The results of a stream's runs. A run whose connection breaks is sent again with the same
+    idempotency key.
+    """
 
     texts: frozenset[str]
+    """The distinct texts of complete runs."""
+    num_runs: int
+    """The number of complete runs."""
+    breaks: tuple[str, ...]
+    """The reason of each break of a connection."""
     error: str
+    """The error that ended the stream, or empty."""
     longest_gap_seconds: float
+    """The longest wait for an event."""
+
+    @property
+    def failures(self) -> Sequence[str]:
+        """The reasons of all breaks and of the end."""
+        return [*self.breaks, self.error] if self.error else self.breaks
 
 
 class Streams(Protocol):
@@ -67,10 +106,31 @@ class Streams(Protocol):
 
 
 class Fleet(Protocol):
-    """The gateway, as a client sees it."""
+    """The gateways, as a client sees them."""
+
+    api_key: str | None
+    """The key of requests that begin from now on."""
 
     def streams(self) -> Streams:
         """New streams, with the same prompts each time."""
 
     def running(self) -> dict[str, int]:
         """Maps the scheduler's host of each ready replica to its number of running requests."""
+
+
+class Trial(Protocol):
+    """An event that the streams must survive."""
+
+    name: str
+    breaks_streams: bool
+    """Whether connections of clients may break, so that clients send their requests again."""
+
+    def __call__(self, running: Mapping[str, int], settle: Callable[[], object]) -> Sequence[str]:
+        """Causes the event while streams run. Returns the names of the containers concerned.
+        `running` is the number of running requests of each replica. `settle` waits until all
+        containers are healthy. It raises Unhealthy if that takes too long.
+        """
+
+
+class Unhealthy(CommandError):
+    """The deployment did not become healthy in time."""

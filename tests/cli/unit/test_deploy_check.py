@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.deploy.check import Check, Times, until_healthy
+from services.cli.deploy.changes import Rotation, Upgrade
+from services.cli.deploy.check import Check, until_healthy
 from services.cli.deploy.compose import Compose, compose_program
-from services.cli.deploy.ports import Answer, Container, Fault
+from services.cli.deploy.faults import Break, Times
+from services.cli.deploy.ports import Answer, Container, Fault, Trial
 from services.cli.errors import CommandError
 
 ROOT = Path(__file__).parents[3]
@@ -27,12 +29,13 @@ def container(name: str, replica: str = "", problem: str = "") -> Container:
         replica=replica,
         problem=problem,
         started_at="once",
+        tag="1",
         hosts=frozenset({name}),
     )
 
 
-def answer(text: str, error: str = "", gap: float = 1) -> Answer:
-    return Answer(frozenset({text}), error, gap)
+def answer(text: str, *breaks: str, error: str = "", gap: float = 1) -> Answer:
+    return Answer(frozenset({text}), 3, breaks, error, gap)
 
 
 @dataclass
@@ -45,11 +48,13 @@ class World:
     heals: bool = True
     load: dict[str, int] = field(default_factory=lambda: {"scheduler-0": 0, "scheduler-1": 2})
     events: list[str] = field(default_factory=list)
+    keys: list[str] = field(default_factory=lambda: ["key-0"])
+    api_key: str | None = "key-0"
     is_broken: bool = False
     _starts: int = 0
     _containers: list[Container] = field(
         default_factory=lambda: [
-            container("gateway"),
+            *(container(name) for name in ("gateway", "gateway-1", "proxy")),
             *(container(f"{role}-{n}", n) for role in ("scheduler", "worker") for n in "01"),
         ]
     )
@@ -74,48 +79,129 @@ class World:
     def running(self) -> dict[str, int]:
         return self.load
 
+    def stop(self, name: str) -> None:
+        self.events.append(f"stop {name}")
+
+    def replace(self, names: Sequence[str], tag: str) -> None:
+        self.events.append(f"replace {' '.join(names)}")
+        if self.heals:
+            self._containers = [
+                replace(one, tag=tag) if one.name in names else one for one in self._containers
+            ]
+
+    def create_key(self) -> str:
+        self.keys.append(f"key-{len(self.keys)}")
+        return self.keys[-1]
+
+    def revoke_key(self, key: str) -> None:
+        self.events.append(f"revoke {key}")
+        if self.heals:
+            self.keys.remove(key)
+
+    def is_accepted(self, key: str, gateway: str) -> bool:
+        self.events.append(f"{gateway} is asked for {key}")
+        return key in self.keys
+
     def begin(self) -> None:
         self.events.append("begin")
 
     def answers(self) -> Sequence[Answer]:
         if self.is_broken and self.after is not None:
             return self.after
-        return [answer(text, "", 0.1) for text in self.texts]
+        return [answer(text, gap=0.1) for text in self.texts]
 
 
-def run(world: World, faults: Sequence[Fault] = (Fault.KILL,)) -> tuple[int, list[str]]:
+def run(world: World, *trials: Trial) -> tuple[int, list[str]]:
+    """Runs trials, by default the kill of a worker."""
     said: list[str] = []
-    wrong = Check(world, world, NOW, said.append).run(faults, ["worker"])
-    return wrong, said
+    check = Check(world, world, NOW.heal_seconds, said.append)
+    return check.run(trials or [Break(world, Fault.KILL, "worker", NOW)]), said
 
 
 def test_every_fault_hits_the_replica_where_most_streams_run() -> None:
     world = World()
-    wrong, said = run(world, list(Fault))
+    wrong, said = run(world, *(Break(world, fault, "worker", NOW) for fault in Fault))
     assert wrong == 0
     assert world.events == [
         "begin",
         *("begin", "kill worker-1", "undo worker-1"),
         *("begin", "pause worker-1", "undo worker-1"),
         *("begin", "disconnect worker-1", "undo worker-1"),
+        *("begin", "stop worker-1", "undo worker-1"),
     ]
     assert said[0].startswith("undisturbed: 2 streams")
     assert said[1].startswith(
-        "kill worker-1: 2 streams ran (0 at scheduler-0, 2 at scheduler-1); longest gap 0.1 s; "
-        "same texts, healed in "
+        "kill worker (worker-1): 6 streams ran, 0 failed, 0 broke and were sent again "
+        "(at first 0 at scheduler-0, 2 at scheduler-1); longest gap 0.1 s; same texts, healed in "
     )
+
+
+def test_a_whole_replica_is_stopped_after_its_scheduler_has_drained() -> None:
+    world = World()
+    assert run(world, Break(world, Fault.STOP, "replica", NOW))[0] == 0
+    assert world.events[2:] == [
+        *("stop scheduler-1", "stop worker-1", "undo worker-1", "undo scheduler-1")
+    ]
+
+
+def test_streams_may_break_only_with_their_gateway() -> None:
+    world = World(after=[answer("a b", "it is away"), answer("c d")])
+    assert run(world, Break(world, Fault.KILL, "gateway", NOW))[0] == 0
+    world.is_broken = False
+    wrong, said = run(world, Break(world, Fault.KILL, "scheduler", NOW))
+    assert wrong == 1
+    assert "6 streams ran, 0 failed, 1 broke and were sent again" in said[-1]
+    assert said[-1].endswith("WRONG: 1 streams failed, one with: it is away")
+
+
+def test_an_upgrade_leaves_each_gateway_a_replica_of_its_protocol() -> None:
+    world = World()
+    assert run(world, Upgrade(world, world, "2"))[0] == 0
+    assert world.events[2:] == [
+        *("stop scheduler-1", "replace scheduler-1 worker-1"),
+        *("replace gateway-1", "replace gateway"),
+        *("stop scheduler-0", "replace scheduler-0 worker-0"),
+    ]
+
+
+def test_an_upgrade_that_replaces_nothing_is_noticed() -> None:
+    world = World(heals=False)
+    wrong, said = run(world, Upgrade(world, world, "2"))
+    assert wrong == 1
+    assert said[-1].endswith("WRONG: gateway has the tag 1")
+
+
+def test_an_upgrade_of_a_single_gateway_is_refused() -> None:
+    world = World()
+    world._containers = [container("gateway"), container("worker-0", "0")]
+    with pytest.raises(CommandError, match=r"^an upgrade needs two gateways behind a proxy"):
+        Upgrade(world, world, "2")
+
+
+def test_every_gateway_must_refuse_the_key_that_was_rotated() -> None:
+    world = World()
+    assert run(world, Rotation(world, world, world, 0.0))[0] == 0
+    assert world.api_key == "key-1"
+    assert world.events[2:] == [
+        *("gateway is asked for key-1", "gateway-1 is asked for key-1", "revoke key-0"),
+        *("gateway is asked for key-0", "gateway-1 is asked for key-0"),
+    ]
+    world = World(heals=False)
+    wrong, said = run(world, Rotation(world, world, world, 0.0))
+    assert wrong == 1
+    assert said[-1].endswith("WRONG: after 0 s gateway still accepts the revoked key")
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         (
-            {"after": [answer("a b"), answer("c", "it broke off")]},
+            {"after": [answer("a b"), answer("c", error="it broke off")]},
             "1 streams failed, one with: it broke off",
         ),
         ({"after": [answer("a b"), answer("c x")]}, "1 streams gave another text"),
         (
-            {"after": [answer("a b"), Answer(frozenset({"c d", "c x"}), "", 1)]},
+            {"after": [answer("a b"), Answer(frozenset({"c d", "c x"}), 2, (), "", 1)]},
             "1 streams gave another text",
         ),
         (
@@ -144,7 +230,7 @@ def test_a_replica_that_stays_away_is_not_healed() -> None:
 
 
 def test_a_deployment_that_fails_by_itself_is_not_broken() -> None:
-    world = World(after=[answer("", "no replica is ready")], is_broken=True)
+    world = World(after=[answer("", error="no replica is ready")], is_broken=True)
     with pytest.raises(CommandError, match="before anything was broken: no replica is ready"):
         run(world)
     assert world.events == ["begin"]
@@ -155,13 +241,14 @@ def test_nothing_is_broken_before_a_stream_runs() -> None:
     seen = iter([idle, idle])
     world.running = lambda: next(seen, world.load)  # type: ignore[method-assign]
     said: list[str] = []
-    assert Check(world, world, Times(0.0, 9.0), said.append).run([Fault.KILL], ["worker"]) == 0
-    assert said[-1].startswith("kill worker-1: 2 streams ran (0 at scheduler-0, 2 at scheduler-1)")
+    kill = Break(world, Fault.KILL, "worker", NOW)
+    assert Check(world, world, 9.0, said.append).run([kill]) == 0
+    assert "(at first 0 at scheduler-0, 2 at scheduler-1)" in said[-1]
 
 
 def test_a_role_that_no_container_has_is_refused() -> None:
     with pytest.raises(CommandError, match=r"^the deployment has no redis$"):
-        Check(World(), World(), NOW, print).run([Fault.KILL], ["redis"])
+        run(World(), Break(World(), Fault.KILL, "redis", NOW))
 
 
 def test_containers_that_do_not_become_healthy_are_named() -> None:
@@ -215,7 +302,7 @@ def test_without_an_engine_the_command_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--faults", "kill,flood"], "--faults are of kill, pause, disconnect, not 'flood'"),
+        (["--faults", "kill,flood"], "--faults are of kill, pause, disconnect, stop, not 'flood'"),
         (["--streams", "0"], "argument --streams: must be a whole number of at least 1, not '0'"),
     ],
 )

@@ -91,7 +91,7 @@ def published(images: None, request: pytest.FixtureRequest) -> Iterator[pytest.M
     replaced = request.config.stash.setdefault(_REPLACED, [])
     services = services_of("compose.yaml", "two-gateways.yaml")
     with pytest.MonkeyPatch.context() as patch:
-        for name in (*PORTS, "PROXY_HTTP_PORT", "PROXY_GRPC_PORT"):
+        for name in PORTS:
             patch.setenv(name, "0")
         for name, (variable, stage) in STANDINS.items():
             image = os.environ.get(variable, services[name]["image"])
