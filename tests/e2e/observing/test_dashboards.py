@@ -1,12 +1,13 @@
 """The dashboards' queries, evaluated by a real Prometheus under load and under faults.
 
-`pytest -s` prints the panels that turn red, and when.
+`pytest -s` prints the panels before and under each fault.
 """
 
 import signal
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 
 import pytest
 
@@ -43,17 +44,39 @@ def filled(query: Query) -> str:
     return query.filled("1m").replace("[6h:1m]", "[10m:5s]")
 
 
-def red_panels(server: Prometheus) -> dict[str, list[str]]:
-    """Maps the alert of each red panel of the dashboard "health" to the names and values shown."""
-    found: dict[str, list[str]] = {}
-    for query in HEALTH:
-        for series in server.query(filled(query)):
-            value = float(series["value"][1])
-            if query.color(value) == "red":
-                labels = " ".join(series["metric"].values())
-                shown = f"{query.panel} {labels}".strip()
-                found.setdefault(query.alerts[0], []).append(f"{shown}: {value:.3g}")
-    return found
+@dataclass(frozen=True)
+class Shown:
+    """A value of a panel of the dashboard "health", with its labels and its colour."""
+
+    alert: str
+    labels: str
+    value: float
+    color: str
+
+    def __str__(self) -> str:
+        return f"{self.labels} {self.value:.3g} {self.color}".strip()
+
+
+def health(server: Prometheus) -> list[Shown]:
+    return [
+        Shown(
+            query.alerts[0],
+            " ".join(series["metric"].values()),
+            float(series["value"][1]),
+            query.color(float(series["value"][1])),
+        )
+        for query in HEALTH
+        for series in server.query(filled(query))
+    ]
+
+
+def red_alerts(server: Prometheus) -> set[str]:
+    return {one.alert for one in health(server) if one.color == "red"}
+
+
+def panel(server: Prometheus, alert: str) -> str:
+    """The rendered panel of an alert."""
+    return ", ".join(str(one) for one in health(server) if one.alert == alert)
 
 
 @contextmanager
@@ -79,7 +102,7 @@ def test_a_flood_a_full_cache_a_lost_replica_and_an_expiring_certificate_turn_re
 ) -> None:
     with second.load("ann", 1), second.load("flood", 1):
         wait_for(lambda: server.query("rate(stepwell_tenant_requests_total[1m]) > 0"), SECONDS)
-        assert red_panels(server) == {}
+        assert red_alerts(server) == set()
         began = time.time()
         faults: dict[str, tuple[str, AbstractContextManager[None]]] = {
             "a flood": ("StepwellTenantRefused", second.flood()),
@@ -94,12 +117,14 @@ def test_a_flood_a_full_cache_a_lost_replica_and_an_expiring_certificate_turn_re
             "a lost replica": ("StepwellFewerReplicas", lost_replica(second)),
         }
         for name, (alert, fault) in faults.items():
-            assert alert not in red_panels(server)
+            before = panel(server, alert)
+            assert alert not in red_alerts(server)
             with fault:
                 seconds = wait_for(
-                    lambda alert=alert: alert in red_panels(server), SECONDS, LOOK_AGAIN_SECONDS
+                    lambda alert=alert: alert in red_alerts(server), SECONDS, LOOK_AGAIN_SECONDS
                 )
-                print(f"| {name} | {seconds:.0f} s | {'; '.join(red_panels(server)[alert])} |")
+                after = panel(server, alert)
+                print(f"\n| {name} | {alert} | {before} | {after} | {seconds:.0f} s |", end="")
                 if name == "a flood":
                     _who_and_since_when(server, began)
 
@@ -113,13 +138,14 @@ def _who_and_since_when(server: Prometheus, began: float) -> None:
     ]
     assert tenant == "flood"
     assert began - 10 < shown < time.time()
-    print(f"| who, since when | {tenant} | {shown - began:.0f} s after its begin |")
+    print(f"\nThe table of tenants: {tenant}, since {shown - began:+.0f} s", end="")
 
 
 def test_every_query_answers_under_a_load_of_three_tenants_and_two_models(
     stack: Stack, second: Observed, server: Prometheus
 ) -> None:
-    missing = [query for query in QUERIES if UNREGISTERED not in query.expr]
+    asked = [query for query in QUERIES if UNREGISTERED not in query.expr]
+    missing = list(asked)
 
     def all_have_data() -> bool:
         for query in list(missing):
@@ -143,5 +169,6 @@ def test_every_query_answers_under_a_load_of_three_tenants_and_two_models(
     for query in QUERIES:
         if query.is_exemplar:
             assert TRACE_ID in {one["trace_id"] for one in server.exemplars(filled(query))}, query
+    print(f"\n{len(asked)} of {len(QUERIES)} queries were asked, and had data", end="")
     models = {one["metric"]["model_name"] for one in server.query("vllm:num_requests_running")}
     assert models == {stack.model, "second"}
