@@ -12,14 +12,16 @@ import yaml
 from tests.deploy.prometheus.test_rules import needs_promtool, promtool
 from tests.deploy.rendered import Rendered
 
-OWN = 'namespace="llm",pod="demo-stepwell-gateway-6c5d8f9b7-{}"'
-OTHER = 'namespace="llm",pod="demo-stepwell-gateway-small-6c5d8f9b7-x7k2p"'
+OWN = 'namespace="llm",model_name="llama",pod="demo-stepwell-gateway-6c5d8f9b7-{}"'
+OTHER = 'namespace="llm",model_name="llama",pod="demo-stepwell-gateway-small-6c5d8f9b7-x7k2p"'
+FURTHER = 'namespace="llm",model_name="coder",pod="demo-stepwell-gateway-6c5d8f9b7-x7k2p"'
 REPLICA = 'namespace="llm",pod="demo-stepwell-replica-{}"'
 SERIES = {
     # Three requests from minute 5 to 9, at two gateways. The answers come at minute 10.
     f"stepwell_gateway_requests_in_flight{{{OWN.format('x7k2p')}}}": "0x4 2x4 0x20",
     f"stepwell_gateway_requests_in_flight{{{OWN.format('q9wzs')}}}": "0x4 1x4 0x20",
     f"stepwell_gateway_requests_in_flight{{{OTHER}}}": "7x30",
+    f"stepwell_gateway_requests_in_flight{{{FURTHER}}}": "2x30",
     f"stepwell_gateway_answers_total{{{OWN.format('x7k2p')}}}": "4x9 7x20",
     f"stepwell_gateway_answers_total{{{OTHER}}}": "0+5x30",
     # A replica from minute 8 to 20.
@@ -51,6 +53,9 @@ def test_a_request_at_a_gateway_starts_the_first_replica_and_answers_keep_it(
         for minute, values in EXPECTED.items()
         for number, trigger in enumerate(triggers)
     ]
+    (further,) = releases["further-model"].of("ScaledObject")
+    query = further["spec"]["triggers"][2]["metadata"]["query"]
+    samples.append(_sample(query, 2, 2))  # at the gateways of another release
     path = tmp_path / "scaling.yml"
     series = [{"series": name, "values": values} for name, values in SERIES.items()]
     test = {"interval": "1m", "input_series": series, "promql_expr_test": samples}

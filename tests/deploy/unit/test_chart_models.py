@@ -38,6 +38,7 @@ def test_the_gateway_reads_the_list_of_models(
     )
     coder, embedder = further_models(first)
     assert (coder.model_name, coder.tool_call_parser) == ("coder", "hermes")
+    assert (coder.expected_replicas, coder.resubmit_timeout_seconds) == (0, 1020)
     assert (embedder.model_name, embedder.tool_call_parser) == ("embedder", "")
 
 

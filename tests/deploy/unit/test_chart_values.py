@@ -27,7 +27,7 @@ FURTHER = {
     "tensor-parallel-pod": {"StatefulSet", "Pod", "ScaledObject", "Certificate", "Issuer"},
     "scale-to-zero": {"StatefulSet", "Pod", "ScaledObject", "ServiceMonitor"},
     "several-models": {"StatefulSet", "Pod", "ConfigMap"},
-    "further-model": {"StatefulSet"},
+    "further-model": {"StatefulSet", "ScaledObject"},
     "openshift": {"StatefulSet", "Pod"},
     "download": {"StatefulSet", "Pod"},
     "download-shared": {"StatefulSet", "Pod", "PersistentVolumeClaim", "ConfigMap"},
