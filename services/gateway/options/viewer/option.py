@@ -58,12 +58,10 @@ class Viewer(Option):
             self._history, fleet.membership, links, lambda: fleet.num_waiting
         )
         self._feed = ActivityFeed(fleet.membership, links, parts.prefix_index)
-        self._watch = FleetWatch(
-            socket.gethostname(),
-            parts.collect_metrics,
-            lambda: [link.address for link in links.all()],
-        )
+        self._watch = FleetWatch(socket.gethostname(), parts.collect_metrics)
+        self._watch.links.append(links)
         self._redis = _make_probe(parts.redis_url)
+        self._is_first = True
         self._is_served = False
         self._running = RunningTraces(parts.running, links, parts.inference.model_name)
         self.store: TraceStore | None = None
@@ -118,8 +116,10 @@ class Viewer(Option):
         self._history.refused(time.time(), reason)
 
     def join(self, first: Self) -> None:
-        """Shows the traces of all models."""
+        """Shows the traces, alerts and processes of all models."""
         self.store = first.store
+        self._watch, self._redis, self._is_first = first._watch, first._redis, False
+        self._watch.links.append(self._parts.links)
 
     async def start(self) -> None:
         """Starts the OTLP server, which receives the spans of the other services."""
@@ -141,9 +141,10 @@ class Viewer(Option):
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._keeper.run())
-                tasks.create_task(self._watch.run())
+                if self._is_first:
+                    tasks.create_task(self._watch.run())
         finally:
-            if self._redis is not None:
+            if self._redis is not None and self._is_first:
                 await self._redis.close()
 
     async def stop(self, second_stop: asyncio.Event | None) -> None:

@@ -11,7 +11,9 @@ import httpx
 import pytest
 from cryptography import x509
 
+from services.common.keys.api_keys import TenantRecord
 from services.common.rpc.protocol import PROTOCOL
+from services.gateway.adapters.schedulers.scheduler_links import SchedulerLinks
 from services.gateway.options.viewer.overview import fleet_watch
 from services.gateway.options.viewer.overview.fleet_watch import PAGE_SERIES, FleetWatch
 from services.gateway.options.viewer.overview.overview_document import (
@@ -21,7 +23,7 @@ from services.gateway.options.viewer.overview.overview_document import (
 from tests.certificates import LOOPBACK, ONE_DAY, Authority, Files
 from tests.gateway.documented import Documented
 from tests.gateway.fake_scheduler import FakeScheduler
-from tests.gateway.keyring import bearer
+from tests.gateway.keyring import FileKeyring, bearer
 from tests.gateway.serving import Serving, serving, until
 from tests.gateway.streams import Stream
 from tests.plain_http import async_http_client
@@ -167,6 +169,28 @@ async def test_an_alert_fires_after_its_time_and_then_ends(
         assert set(await firing(served)) == {"StepwellTargetDown"}
 
 
+async def test_the_page_of_each_model_shows_all_models_that_the_key_may_use(
+    model: Path, tmp_path: Path
+) -> None:
+    ring = FileKeyring(tmp_path / "keys.json")
+    of_all = await ring.add(TenantRecord("all"))
+    of_tiny = await ring.add(TenantRecord("one"), models=("tiny",))
+    tiny, large = FakeScheduler(metrics=""), FakeScheduler(model_name="large", metrics="")
+    settings = {"served_model_name": "tiny", "further": [large], "api_key_file": ring.path}
+    async with serving(model, tiny, **settings) as served:
+        for fake in (tiny, large):
+            labels = f'engine="r",model_name="{fake.model_name}",replica="{fake.address}"'
+            fake.metrics = REPLICA.replace("{labels}", f'{{{labels},service="scheduler"}}')
+
+        async def shown(key: str, path: str = "") -> list[str | None]:
+            answer = await served.http.get(f"{path}{PATH}", headers=bearer(key))
+            return [process["model_name"] for process in answer.json()["processes"]]
+
+        assert await shown(of_all) == [None, "large", "tiny"]
+        assert await shown(of_all, "/models/large") == [None, "large", "tiny"]
+        assert await shown(of_tiny) == [None, "tiny"]
+
+
 HOSTILE = (
     "vllm:request_queue_time_seconds_bucket{%s} 1",
     'vllm:request_queue_time_seconds_bucket{le="x",%s} 1',
@@ -189,7 +213,7 @@ HOSTILE = (
 
 async def test_no_metrics_of_a_replica_end_the_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each line occurs twice, in families of any name, at times that a rule's windows contain."""
-    written = [line.replace("%s", 'replica="r"') for line in HOSTILE]
+    written = [line.replace("%s", 'replica="127.0.0.1:1"') for line in HOSTILE]
     names = {line.partition("{")[0].partition(" ")[0] for line in written}
     text = "".join(f"\n# HELP {name} x\n{line}" for name in names for line in written * 2)
 
@@ -198,7 +222,10 @@ async def test_no_metrics_of_a_replica_end_the_gateway(monkeypatch: pytest.Monke
 
     now = 0.0
     monkeypatch.setattr(fleet_watch.time, "monotonic", lambda: now)
-    watch = FleetWatch("g", collect, lambda: ["r", "away"])
+    watch = FleetWatch("g", collect)
+    watch.links.append(SchedulerLinks("g", 1.0))
+    for address in ("127.0.0.1:1", "127.0.0.1:2"):
+        watch.links[0].make(address)
     for _ in range(9):
         now += 30
         await watch.look()
@@ -216,6 +243,6 @@ async def test_a_sample_serves_all_callers_for_some_seconds() -> None:
         num_samples += 1
         return b""
 
-    watch = FleetWatch("g", collect, list)
+    watch = FleetWatch("g", collect)
     await asyncio.gather(*(watch.look() for _ in range(9)))
     assert num_samples == 1

@@ -143,7 +143,8 @@ def trace_of(name: str, waited_for: str | None) -> dict[str, Any]:
 def process(service: str, version: str, protocol: str, days_left: float) -> dict[str, Any]:
     certificate = {"certificate": "internal", "seconds_left": days_left * 86400}
     release = {"version": version, "protocol": protocol, "started_unix_seconds": 940.0}
-    place = {"service": service, "replica": "", "instance": "host", "rank": None}
+    place = {"service": service, "instance": "host", "rank": None}
+    place |= {"replica": "", "model_name": None}
     return place | release | {"certificates": [certificate]}
 
 

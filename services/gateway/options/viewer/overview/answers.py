@@ -47,10 +47,11 @@ class ProcessCertificate(Answer):
 
 class ListedProcess(Answer):
     """A process of this gateway or of its replicas. `version` and `protocol` are null if the
-    process does not report them. `rank` is a worker's rank.
+    process does not report them. `model_name` is null for the gateway. `rank` is a worker's rank.
     """
 
     service: str
+    model_name: str | None
     replica: str
     instance: str
     rank: str | None

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import yaml
 
+from services.gateway.adapters.schedulers.scheduler_links import SchedulerLinks
 from services.gateway.options.viewer.core.alerts.alerts import LISTED_SECONDS, Alerts, Rules
 from services.gateway.options.viewer.core.alerts.series_store import (
     MAX_SERIES,
@@ -46,21 +47,17 @@ _ESCAPED = {"\\n": "\n", '\\"': '"', "\\\\": "\\"}
 class FleetWatch:
     """Takes a sample every SAMPLE_SECONDS, and more often while callers ask for it."""
 
-    def __init__(
-        self,
-        gateway: str,
-        collect: Callable[[], Awaitable[bytes]],
-        addresses: Callable[[], Collection[str]],
-    ) -> None:
+    def __init__(self, gateway: str, collect: Callable[[], Awaitable[bytes]]) -> None:
         """`gateway` is this gateway's name. `collect` returns all metrics as text, in which the
-        label `replica` is one of the `addresses` of replicas.
+        label `replica` is a replica's address.
         """
         self.gateway = gateway
+        self.links: list[SchedulerLinks] = []
+        """The links to the replicas of each model."""
         self.rules = Rules()
         self.store = SeriesStore(PAGE_SERIES)
         self.alerts = Alerts(self.rules)
         self._collect = collect
-        self._addresses = addresses
         self._sampling = asyncio.Lock()
         self._sampled_at = -LOOK_SECONDS
         self._unix_offset = time.time() - time.monotonic()
@@ -78,7 +75,8 @@ class FleetWatch:
             text = await self._collect()
             self._sampled_at = time.monotonic()
             # Replicas have thousands of series, so the event loop does not wait for this.
-            await asyncio.to_thread(self._take, text, set(self._addresses()), self._sampled_at)
+            addresses = {link.address for links in self.links for link in links.all()}
+            await asyncio.to_thread(self._take, text, addresses, self._sampled_at)
 
     def _take(self, text: bytes, addresses: Collection[str], now: float) -> None:
         if not self.rules.alerts:

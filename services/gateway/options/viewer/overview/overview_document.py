@@ -1,8 +1,9 @@
 """Formats the state of the fleet as JSON, from the last sample of its metrics."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from services.gateway.core.caller import Caller
 from services.gateway.options.viewer.core.alerts.alerts import LISTED_SECONDS, Alert
 from services.gateway.options.viewer.core.alerts.series_store import Labels, SeriesStore, Vector
 from services.gateway.options.viewer.overview.fleet_watch import MINUTE, FleetWatch
@@ -10,19 +11,23 @@ from services.gateway.options.viewer.overview.fleet_watch import MINUTE, FleetWa
 Document = dict[str, Any]
 MAX_ALERTS = 100
 _SERVICES = {"gateway": 0, "scheduler": 1, "kvpool": 2, "worker": 3}
-_ANSWERED = ("exact", "unused")
+_COMPLETE = ("exact", "unused")
 """The states of the index of cached prefixes in which it misses nothing."""
 
 
-def overview_document(watch: FleetWatch, tenant: str | None) -> Document:
-    """If `tenant` is not None, other tenants and their alerts are omitted."""
+def overview_document(watch: FleetWatch, caller: Caller | None) -> Document:
+    """Describes what `caller` may see: its own tenant, and processes and alerts of its models. None
+    means that everything is described.
+    """
     store = watch.store
-    alerts = [
-        alert
-        for alert in watch.alerts.listed(store.now)
-        if tenant is None or alert.labels.get("tenant", tenant) == tenant
-    ]
-    tenants = list(_tenants(store))
+
+    def is_shown(labels: Mapping[str, str | None]) -> bool:
+        model, tenant = labels.get("model_name"), labels.get("tenant")
+        return caller is None or (
+            (not model or caller.may_use(model)) and tenant in (None, caller.caller_id)
+        )
+
+    alerts = [one for one in watch.alerts.listed(store.now) if is_shown(one.labels)]
     return {
         "unix_seconds": store.now,
         "watched_since_unix_seconds": store.began,
@@ -31,33 +36,37 @@ def overview_document(watch: FleetWatch, tenant: str | None) -> Document:
         "num_rules": len(watch.rules.alerts),
         "rules_left_out": watch.rules.not_supported,
         "num_series_left_out": store.num_left_out,
-        "tenants": [one for one in tenants if tenant in (None, one["tenant"])],
+        "tenants": [one for one in _tenants(store) if is_shown(one)],
         "refusals": _refusals(store),
-        "processes": _processes(store),
+        "processes": [one for one in _processes(store) if is_shown(one)],
     }
 
 
-def redis_uses(store: SeriesStore) -> Iterator[Document]:
-    """Yields what the gateway and its replicas use Redis for, whether it works by the last calls,
+def redis_uses(store: SeriesStore) -> list[Document]:
+    """Lists what the gateway and its replicas use Redis for, whether it works by the last calls,
     and what happens without.
     """
+    works: dict[tuple[str, str], bool] = {}
+
+    def add(name: str, without: str, *, does: bool) -> None:
+        works[name, without] = does and works.get((name, without), True)
+
     for labels, value in store.vector("stepwell_discovery_up").items():
         if ("source", "redis") in labels:
-            yield _use("list of replicas", "new replicas are not found", works=value == 1)
+            add("list of replicas", "new replicas are not found", does=value == 1)
     for labels, value in store.vector("stepwell_prefix_index_state").items():
         if value == 1:
-            works = dict(labels).get("state") in _ANSWERED
-            yield _use("index of cached prefixes", "replicas are chosen by load", works=works)
+            does = dict(labels).get("state") in _COMPLETE
+            add("index of cached prefixes", "replicas are chosen by load", does=does)
     for labels, value in store.vector("stepwell_registration_up").items():
         name = f"registration of {dict(labels).get('engine', '')}"
-        yield _use(name, "gateways that start do not find it", works=value == 1)
+        add(name, "gateways that start do not find it", does=value == 1)
     for value in store.vector("stepwell_idempotent_sharing").values():
         without = "each gateway stores them only for itself"
-        yield _use("answers to idempotency keys", without, works=value == 1)
-
-
-def _use(name: str, without: str, *, works: bool) -> Document:
-    return {"name": name, "works": works, "without": without}
+        add("answers to idempotency keys", without, does=value == 1)
+    return [
+        {"name": name, "works": does, "without": without} for (name, without), does in works.items()
+    ]
 
 
 def _alert(alert: Alert) -> Document:
@@ -119,6 +128,7 @@ def _processes(store: SeriesStore) -> list[Document]:
         listed.append(
             {
                 "service": named.get("service", ""),
+                "model_name": named.get("model_name") if "engine" in named else None,
                 "replica": named.get("engine", ""),
                 "instance": named["instance"],
                 "rank": named.get("rank"),
@@ -137,10 +147,11 @@ def _process(labels: Labels) -> tuple[str, ...]:
     return tuple(named.get(label, "") for label in ("instance", "service", "rank"))
 
 
-def _place(process: Document) -> tuple[str, str, int, int, str]:
+def _place(process: Document) -> tuple[bool, str, str, int, int, str]:
     rank = process["rank"] or ""
     service = _SERVICES.get(process["service"], len(_SERVICES))
-    return process["replica"], process["instance"], service, len(rank), rank
+    model = process["model_name"]
+    return model is not None, model or "", process["instance"], service, len(rank), rank
 
 
 def _sums(vector: Vector, label: str) -> dict[str, float]:

@@ -18,8 +18,8 @@ OVERVIEW = "/activity/overview"
 
 
 class OverviewRoutes:
-    """The handler of the route. If `sees_all` is true, a caller sees all tenants, and otherwise
-    only itself.
+    """The handler of the route. If `sees_all` is true, a caller sees all tenants and models,
+    and otherwise only itself and its models.
     """
 
     def __init__(
@@ -45,8 +45,8 @@ class OverviewRoutes:
     async def overview(self, request: Request) -> Response:
         """Shows alerts, tenants, refusals, processes with versions and certificates, and Redis."""
         await self._watch.look()
-        caller_id: str = request.state.caller.caller_id
-        document = overview_document(self._watch, None if self._sees_all else caller_id or None)
+        caller = request.state.caller
+        document = overview_document(self._watch, None if self._sees_all else caller)
         document["redis"] = None
         if self._redis is not None:
             # Read before the PING, during which another thread may begin to store a new sample.

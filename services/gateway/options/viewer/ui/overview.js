@@ -77,8 +77,9 @@ function showRefusals(refusals) {
 
 function showProcesses(processes, now) {
   const own = processes.find((one) => one.service === "gateway");
+  const hasModels = new Set(processes.map((one) => one.model_name)).size > 2;
   const rows = processes.map((one) => {
-    const name = [one.replica || one.instance, one.service, one.rank].filter((part) => part !== null).join(" ");
+    const name = [hasModels ? one.model_name : null, one.replica || one.instance, one.service, one.rank].filter((part) => part !== null).join(" ");
     return row(
       [name, "", one.instance],
       [one.version ?? "unknown", one.version === own?.version ? "" : "waits"],
