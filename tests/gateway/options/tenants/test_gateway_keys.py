@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -141,21 +141,28 @@ async def test_plain_keys_and_those_of_a_file_serve_side_by_side(
         assert (await served.http.post("/v1/completions", json=BODY)).status_code == 401
 
 
+def mount(volume: Path, version: str, text: str) -> Path:
+    """Writes a key's file as Kubernetes mounts a secret, or replaces it: the file is a link through
+    another link, which is replaced. Returns the file's path.
+    """
+    (volume / version).mkdir()
+    (volume / version / "plain").write_text(text)
+    (volume / "..tmp").symlink_to(version)
+    (volume / "..tmp").rename(volume / "..data")
+    with suppress(FileExistsError):
+        (volume / "plain").symlink_to("..data/plain")
+    return volume / "plain"
+
+
 async def test_plain_keys_of_a_file_are_read_again(model: Path, tmp_path: Path) -> None:
-    path = tmp_path / "plain"
-    path.write_text("first,second")
-    keys = FileItems.read(path)
+    keys = FileItems.read(mount(tmp_path, "..1", "first,second"))
     async with serving(model, FakeScheduler(), api_keys=keys) as served:
         assert (await post(served, "second")).is_success
-        # Kubernetes replaces a directory to which links in the volume lead.
-        (tmp_path / "new").write_text("second\nthird\n")
-        (tmp_path / "new").replace(path)
+        mount(tmp_path, "..2", "second\nthird\n")
         await becomes(served, "first", 401)
         assert (await post(served, "second")).is_success
         assert (await post(served, "third")).is_success
-        path.unlink()
-        path.write_bytes(b"\xff")
-        path.write_text("")
+        mount(tmp_path, "..3", "")
         await becomes(served, "third", 401)
         assert (await served.http.post("/v1/completions", json=BODY)).status_code == 401
 
