@@ -67,6 +67,22 @@ def test_an_alert_fires_where_promtool_says_that_it_fires(name: str) -> None:
     assert name not in {alert for alert, _ in firing(story.calm, story.minute)}
 
 
+def test_counters_grow_by_what_they_had_before_the_period() -> None:
+    """One counter grows by 10 in each 20 s. Another one begins with 5, half a minute ago."""
+    store = SeriesStore({"a": 60.0})
+    for at in range(10):
+        store.begin(1000.0 + 20 * at)
+        store.add("a", frozenset([("x", "1")]), 10.0 * at)
+        if at >= 8:
+            store.add("a", frozenset([("x", "2")]), 5.0 + at - 8)
+        store.end()
+    assert store.gained("a", 60.0) == {
+        frozenset([("x", "1")]): 30.0,
+        frozenset([("x", "2")]): 6.0,
+    }
+    assert [len(times) for times, _ in store.windows("a", 60.0).values()] == [3, 2]
+
+
 SERIES = {
     'a_total{x="1",y="p"}': "3+7x12 2+5x12",  # with a restart
     'a_total{x="1",y="q"}': "0x9 4x9 6x9",

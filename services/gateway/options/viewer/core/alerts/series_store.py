@@ -61,14 +61,14 @@ class SeriesStore:
         series.values.append(value)
 
     def end(self) -> None:
-        """Ends a sampling: removes samples that are no longer needed."""
+        """Ends a sampling: removes all samples that are too old, except the last one of them."""
         for name, of_name in self._series.items():
             oldest = self.now - self.keep_seconds[name]
             for labels, series in list(of_name.items()):
                 if series.times[-1] < oldest:
                     del of_name[labels]
                     self._num_series -= 1
-                elif old := min(bisect_right(series.times, oldest), len(series.times) - 1):
+                elif (old := bisect_right(series.times, oldest) - 1) > 0:
                     del series.times[:old], series.values[:old]
 
     def vector(self, name: str, accepts: Accepts = lambda _: True) -> Vector:
@@ -93,12 +93,12 @@ class SeriesStore:
         return found
 
     def gained(self, name: str, seconds: float) -> Vector:
-        """Returns by how much counters grew in the last `seconds`. A counter that did not exist at
-        the first sampling began at 0.
+        """Returns by how much counters grew between the last sample that is at least `seconds` old,
+        or the first sample, and now. A counter that did not exist at the first sampling began at 0.
         """
         grown = {}
-        for labels, (times, values) in self.windows(name, seconds).items():
-            began = self._series[name][labels].began
-            is_new = self.began < began == times[0]
-            grown[labels] = values[-1] - (0.0 if is_new else values[0])
+        for labels, series in self._series[name].items():
+            before = bisect_right(series.times, self.now - seconds) - 1
+            is_new = before < 0 and self.began < series.began
+            grown[labels] = series.values[-1] - (0.0 if is_new else series.values[max(before, 0)])
         return grown
