@@ -7,11 +7,13 @@ from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from services.common.errors import QuotaExceeded
 from services.common.telemetry.metric_specs import value_family
 from services.common.telemetry.metric_specs.spec import Source, Specs
 from services.gateway.adapters.telemetry.request_record import RequestRecord
 from services.gateway.core.caller import ANYONE, Caller
 from services.gateway.core.request.generation import Usage
+from services.gateway.options.tenants.core.queues.queue_bounds import TenantQueueFull
 from services.gateway.options.tenants.core.queues.tenant_queues import TenantQueues
 
 _specs = Specs(Source.GATEWAY)
@@ -47,6 +49,10 @@ SPECS = _specs.all
 MAX_TENANTS = 256
 """Limit on the number of tenants with their own time series in each metric. A counter has series
 for the tenants that were counted first, and a gauge for the tenants with the most sequences.
+"""
+OWN_REASONS = tuple(error.reason.lower() for error in (QuotaExceeded, TenantQueueFull))
+"""The reasons of refusals by a tenant's limits and queue. These counters begin at 0 with the first
+request of the tenant, because Prometheus' rates ignore the first value of a counter.
 """
 OTHERS = "(others)"
 """The label of the tenants beyond MAX_TENANTS together."""
@@ -90,6 +96,8 @@ class TenantMetrics(Collector):
             if len(self._named) >= MAX_TENANTS:
                 return OTHERS
             self._named.add(tenant_id)
+            for reason in OWN_REASONS:
+                self._refusals_for(tenant_id, reason)
         return tenant_id
 
 

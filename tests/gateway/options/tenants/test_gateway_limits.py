@@ -250,6 +250,10 @@ async def test_usage_and_refusals_are_counted_by_tenant(model: Path, tmp_path: P
             'stepwell_tenant_tokens_total{kind="generated",model_name="tiny",tenant="acme"}': 4,
             'stepwell_tenant_refusals_total{model_name="tiny",reason="invalid_argument",'
             'tenant="acme"}': 1,
+            'stepwell_tenant_refusals_total{model_name="tiny",reason="rate_limit_exceeded",'
+            'tenant="acme"}': 0,
+            'stepwell_tenant_refusals_total{model_name="tiny",reason="tenant_queue_full",'
+            'tenant="acme"}': 0,
             'vllm:admission_rejections_total{model_name="tiny",reason="invalid_api_key"}': 1,
         }
         for name, count in expected.items():
