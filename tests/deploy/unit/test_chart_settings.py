@@ -26,10 +26,11 @@ _HEALTH_FILE = "health_file"
 """The images set it. Kubernetes does not need it, because the kubelet probes over gRPC."""
 LEFT_OUT = {
     # Operators' calls are served at a Unix socket, where no key is needed. Spans are sent to a
-    # collector, because each of several gateways would store only a part of them.
+    # collector, because each of several gateways would store only a part of them. preStopSeconds
+    # delays the drain.
     "gateway": {
         *("admin_key", "trace_address", "trace_store_max_per_minute"),
-        *("trace_linger_seconds", _HEALTH_FILE),
+        *("trace_linger_seconds", "drain_delay_seconds", _HEALTH_FILE),
     },
     "scheduler": {_HEALTH_FILE},
     # A pool listens only at a Unix socket, and its scheduler serves its metrics.
