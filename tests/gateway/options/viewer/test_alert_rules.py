@@ -68,11 +68,11 @@ def test_an_alert_fires_where_promtool_says_that_it_fires(name: str) -> None:
 
 
 def test_counters_grow_by_what_they_had_before_the_period() -> None:
-    """One counter grows by 10 in each 20 s. Another one begins with 5, half a minute ago."""
-    store = SeriesStore({"a": 60.0})
+    """One counter grows by 10 in each 20 s. Another one begins with 5, 20 s ago."""
+    store = SeriesStore({"a": 3600.0})
     for at in range(10):
         store.begin(1000.0 + 20 * at)
-        store.add("a", frozenset([("x", "1")]), 10.0 * at)
+        store.add("a", frozenset([("x", "1")]), 7 + 10.0 * at)
         if at >= 8:
             store.add("a", frozenset([("x", "2")]), 5.0 + at - 8)
         store.end()
@@ -80,6 +80,7 @@ def test_counters_grow_by_what_they_had_before_the_period() -> None:
         frozenset([("x", "1")]): 30.0,
         frozenset([("x", "2")]): 6.0,
     }
+    assert store.gained("a", 3600.0)[frozenset([("x", "1")])] == 97.0
     assert [len(times) for times, _ in store.windows("a", 60.0).values()] == [3, 2]
 
 

@@ -18,7 +18,6 @@ Accepts = Callable[[Labels], bool]
 
 @dataclass(slots=True)
 class Series:
-    began: float
     times: Numbers = field(default_factory=lambda: array("d"))
     values: Numbers = field(default_factory=lambda: array("d"))
 
@@ -54,7 +53,7 @@ class SeriesStore:
                 self.num_left_out += 1
                 return
             self._num_series += 1
-            series = of_name[labels] = Series(self.now)
+            series = of_name[labels] = Series()
         elif series.times[-1] == self.now:
             return
         series.times.append(self.now)
@@ -93,12 +92,12 @@ class SeriesStore:
         return found
 
     def gained(self, name: str, seconds: float) -> Vector:
-        """Returns by how much counters grew between the last sample that is at least `seconds` old,
-        or the first sample, and now. A counter that did not exist at the first sampling began at 0.
+        """Returns by how much counters of this process grew since their last sample that is at
+        least `seconds` old. Without such a sample, a counter began at 0 within this time, because
+        sampling begins soon after the process.
         """
         grown = {}
         for labels, series in self._series[name].items():
             before = bisect_right(series.times, self.now - seconds) - 1
-            is_new = before < 0 and self.began < series.began
-            grown[labels] = series.values[-1] - (0.0 if is_new else series.values[max(before, 0)])
+            grown[labels] = series.values[-1] - (series.values[before] if before >= 0 else 0.0)
         return grown
