@@ -27,8 +27,7 @@ class Query:
 
     def filled(self, interval: str) -> str:
         """The query for all namespaces, models and replicas."""
-        expr = self.expr.replace("$__rate_interval", interval).replace("$top", "5")
-        return VARIABLE.sub(".*", expr)
+        return filled(self.expr.replace("$__rate_interval", interval))
 
     def color(self, value: float) -> str:
         return [color for bound, color in self.steps if bound is None or value >= bound][-1]
@@ -47,6 +46,16 @@ class Query:
 
     def is_red(self, values: list[float]) -> bool:
         return any(self.color(value) == "red" for value in values)
+
+
+def filled(expr: str) -> str:
+    """A query for all namespaces, models and replicas."""
+    return VARIABLE.sub(".*", expr.replace("$top", "5"))
+
+
+def annotations_of(path: Path) -> list[dict[str, Any]]:
+    annotations: list[dict[str, Any]] = json.loads(path.read_text())["annotations"]["list"]
+    return annotations
 
 
 def panels_of(path: Path) -> list[dict[str, Any]]:

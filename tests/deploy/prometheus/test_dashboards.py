@@ -14,11 +14,13 @@ from tests.deploy.prometheus.dashboards import (
     QUERIES,
     VARIABLE,
     Query,
+    annotations_of,
     panels_of,
 )
 from tests.deploy.prometheus.test_rules import ALERTS, RUNBOOK_URL, SERIES, series_in
 
-PROVISIONED = Path(__file__).parents[3] / "deploy" / "compose" / "grafana" / "datasources"
+DEPLOY = Path(__file__).parents[3] / "deploy"
+PROVISIONED = DEPLOY / "compose" / "grafana" / "datasources"
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _COMPARED = re.compile(r"(?:[<>]=?|==) (\d[\d.]*(?: \* \d+)?)")
 
@@ -46,7 +48,7 @@ def test_dashboards_are_well_formed_and_read_metrics_that_there_are(path: Path) 
             (x, y) != (a, b) and x < a + w and a < x + width and y < b + h and b < y + height
             for a, b, w, h in places
         ), "panels overlap"
-    annotations = dashboard["annotations"]["list"]
+    annotations = annotations_of(path)
     assert [one["name"] for one in annotations] == ["Alerts", "Starts"]
     for panel in panels_of(path):
         assert panel["datasource"] == SOURCE
@@ -72,6 +74,7 @@ def test_every_variable_is_defined_and_used(path: Path) -> None:
             assert "$namespace" in selector or "state=" in selector or "alertname" in selector
     for name in used - {"top"}:
         assert variables[name]["datasource"] == SOURCE
+        assert series_in(variables[name]["query"]["query"]) <= SERIES
         assert variables[name]["allValue"] == ".*"
 
 
@@ -104,10 +107,13 @@ def test_every_alert_has_a_panel() -> None:
     assert sorted({query.alerts for query in HEALTH}) == sorted((alert,) for alert in ALERTS)
 
 
-def test_exemplars_lead_to_the_data_source_of_traces() -> None:
+def test_the_data_source_has_the_interval_of_scrapes_and_leads_from_exemplars_to_traces() -> None:
     (path,) = PROVISIONED.glob("*.yaml")
     sources = {one["uid"]: one for one in yaml.safe_load(path.read_text())["datasources"]}
-    (target,) = sources["prometheus"]["jsonData"]["exemplarTraceIdDestinations"]
+    provided = sources["prometheus"]["jsonData"]
+    config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
+    assert provided["timeInterval"] == config["global"]["scrape_interval"]
+    (target,) = provided["exemplarTraceIdDestinations"]
     assert target["name"] == "trace_id"
     assert sources[target["datasourceUid"]]["type"] == "jaeger"
     assert [query.panel for query in QUERIES if query.is_exemplar]

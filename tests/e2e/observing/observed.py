@@ -36,7 +36,8 @@ def make_keys(path: Path) -> dict[str, str]:
 @dataclass(frozen=True)
 class Observed:
     """The stack with TLS, Redis and tenants. Its gateway expects one replica. Four sequences run at
-    once, and one of the longest fills the KV cache. A tenant's queue has at most four.
+    once, and one of the longest fills the KV cache of four blocks. A tenant's queue has at most
+    two sequences.
     """
 
     stack: Stack
@@ -51,7 +52,7 @@ class Observed:
 
     def flood(self) -> AbstractContextManager[None]:
         """A load of which most requests exceed the queue of their tenant."""
-        return self.load("flood", 14, max_tokens=60, ignore_eos=True)
+        return self.load("flood", 12, max_tokens=200, ignore_eos=True)
 
     @contextmanager
     def load(self, tenant: str, clients: int, **changes: object) -> Iterator[None]:
@@ -95,15 +96,15 @@ def observed(model: Path, directory: Path) -> Iterator[Observed]:
     with redis_server(directory / "redis") as redis:
         stack = Stack(
             model,
-            *("--num-blocks", "17", "--max-model-len", "256", "--max-num-seqs", "4"),
+            *("--block-size", "64", "--num-blocks", "5", "--max-model-len", "256"),
+            *("--max-num-seqs", "4", "--liveness-timeout-seconds", "600"),
             *("--served-model-name", "second", "--redis-url", redis.url),
             *("--api-key-file", str(directory / "keys.json")),
             *("--tls-cert-file", str(served.cert), "--tls-key-file", str(served.key)),
-            *("--liveness-timeout-seconds", "600"),
             environ={
                 "STEPWELL_GATEWAY_METRICS_ADDRESS": address,
                 "STEPWELL_GATEWAY_EXPECTED_REPLICAS": "1",
-                "STEPWELL_GATEWAY_MAX_NUM_WAITING_PER_TENANT": "4",
+                "STEPWELL_GATEWAY_MAX_NUM_WAITING_PER_TENANT": "2",
             },
         )
         try:

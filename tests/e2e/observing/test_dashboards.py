@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from tests.deploy.prometheus import dashboards
 from tests.deploy.prometheus.dashboards import HEALTH, QUERIES, Query
 from tests.e2e.conftest import TinyModel
 from tests.e2e.observing.observed import TRACE_ID, Observed, observed, sending
@@ -37,6 +38,7 @@ def server(
 ) -> Iterator[Prometheus]:
     targets = {"stepwell": stack.url, "stepwell-second": second.metrics_url}
     with prometheus(tmp_path_factory.mktemp("prometheus"), targets) as running:
+        wait_for(lambda: len(running.query("up == 1")) == 1 + len(targets), SECONDS)
         yield running
 
 
@@ -117,25 +119,35 @@ def test_a_flood_a_full_cache_a_lost_replica_and_an_expiring_certificate_turn_re
             "a lost replica": ("StepwellFewerReplicas", lost_replica(second)),
         }
         for name, (alert, fault) in faults.items():
-            before = panel(server, alert)
-            assert alert not in red_alerts(server)
-            with fault:
-                seconds = wait_for(
-                    lambda alert=alert: alert in red_alerts(server), SECONDS, LOOK_AGAIN_SECONDS
-                )
-                after = panel(server, alert)
-                print(f"\n| {name} | {alert} | {before} | {after} | {seconds:.0f} s |", end="")
+            with _red_within_a_minute(server, name, alert, fault):
                 if name == "a flood":
                     _who_and_since_when(server, began)
+
+
+@contextmanager
+def _red_within_a_minute(
+    server: Prometheus, name: str, alert: str, fault: AbstractContextManager[None]
+) -> Iterator[None]:
+    """Begins the fault when the alert's panel is green. The context begins when it is red."""
+
+    def is_red() -> bool:
+        return alert in red_alerts(server)
+
+    wait_for(lambda: not is_red(), SECONDS, LOOK_AGAIN_SECONDS)
+    before = panel(server, alert)
+    with fault:
+        seconds = wait_for(is_red, SECONDS, LOOK_AGAIN_SECONDS)
+        after = panel(server, alert)
+        print(f"\n| {name} | {alert} | {before} | {after} | {seconds:.0f} s |", end="")
+        yield
 
 
 def _who_and_since_when(server: Prometheus, began: float) -> None:
     """The table of tenants has the flooding tenant alone, and when its refusals began."""
     (since,) = [query for query in QUERIES if "timestamp" in query.expr]
-    ((tenant, shown),) = [
-        (one["metric"]["tenant"], float(one["value"][1]) / 1000)
-        for one in server.query(filled(since))
-    ]
+    wait_for(lambda: server.query(filled(since)), SECONDS, LOOK_AGAIN_SECONDS)
+    (found,) = server.query(filled(since))
+    tenant, shown = found["metric"]["tenant"], float(found["value"][1]) / 1000
     assert tenant == "flood"
     assert began - 10 < shown < time.time()
     print(f"\nThe table of tenants: {tenant}, since {shown - began:+.0f} s", end="")
@@ -166,6 +178,9 @@ def test_every_query_answers_under_a_load_of_three_tenants_and_two_models(
             wait_for(all_have_data, SECONDS, LOOK_AGAIN_SECONDS)
         except AssertionError:
             pytest.fail(f"no data: {[(query.panel, filled(query)) for query in missing]}")
+    for annotation in dashboards.annotations_of(dashboards.DASHBOARDS[0]):
+        found = server.query(dashboards.filled(annotation["expr"]))
+        assert OTHER_JOB not in {one["metric"].get("job") for one in found}, annotation
     for query in QUERIES:
         if query.is_exemplar:
             assert TRACE_ID in {one["trace_id"] for one in server.exemplars(filled(query))}, query
