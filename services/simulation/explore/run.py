@@ -14,7 +14,7 @@ from services.simulation.explore.faults import Kind, inject, keep_busy
 from services.simulation.explore.fleet import Fleet
 from services.simulation.explore.left import late_timers, left_on_disks, what_is_left
 from services.simulation.explore.lines import line_of_step, unexpected_line
-from services.simulation.explore.members import Shape
+from services.simulation.explore.members import NUM_BLOCKS, Shape
 from services.simulation.explore.plan import Plan
 from services.simulation.explore.requests import (
     LONG,
@@ -50,7 +50,7 @@ gateways and schedulers, and more than the time after which a client's idle sess
 _PROBE_SECONDS = 2.0
 _GIVEN_UP = "every step with this request lost the workers"
 """A part of the error message for a request whose steps always fail."""
-_LONGEST_FAULT_SECONDS = 100.0
+_LONGEST_FAULT_SECONDS = 300.0
 _STOP_SECONDS = 30.0
 
 
@@ -245,8 +245,10 @@ class _Run:
             salted = replace(PROBE, salt=f"salt of probe {number}")
             for probe, num_hits in zip((PROBE, salted), PROBE_HITS, strict=True):
                 num_cached = await self._ask_probe(number, probe)
-                if num_cached < num_hits and caches:
-                    raise Failed(f"a conversation does not find {num_hits} tokens in the cache")
+                is_kept = shape.num_replicas == 1 and shape.num_blocks == NUM_BLOCKS
+                least = num_hits if is_kept else min(PROBE_HITS)
+                if num_cached < least and caches:
+                    raise Failed(f"a conversation does not find {least} tokens in the cache")
                 if num_cached > num_hits:
                     raise Failed("a probe has cached tokens of another salt")
 
