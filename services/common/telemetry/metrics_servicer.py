@@ -26,7 +26,8 @@ class MetricsServicer(metrics_pb2_grpc.MetricsServicer):
     async def Collect(
         self, request: metrics_pb2.CollectRequest, context: _Context
     ) -> metrics_pb2.CollectResponse:
-        text = await self._collect(dict(request.labels), request.exemplars)
+        labels = {label.key: label.value for label in request.labels}
+        text = await self._collect(labels, request.exemplars)
         return metrics_pb2.CollectResponse(text=text)
 
 
@@ -45,11 +46,14 @@ async def collect_from(
     the process does not respond in time or its response is not in the text format.
     """
     stub = metrics_pb2_grpc.MetricsStub(channel)
+    request = metrics_pb2.CollectRequest(
+        labels=[
+            metrics_pb2.MetricLabel(key=key, value=value) for key, value in (labels or {}).items()
+        ],
+        exemplars=exemplars,
+    )
     try:
-        response = await stub.Collect(
-            metrics_pb2.CollectRequest(labels=labels or {}, exemplars=exemplars),
-            timeout=COLLECT_TIMEOUT_SECONDS,
-        )
+        response = await stub.Collect(request, timeout=COLLECT_TIMEOUT_SECONDS)
     except grpc.aio.AioRpcError:
         return None
     text = bytes(response.text)

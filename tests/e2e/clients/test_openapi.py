@@ -28,7 +28,7 @@ def test_no_answer_is_a_server_error_or_undocumented(demo_stack: Stack, tmp_path
         check=False,
     )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert "Operations:       49 selected / 49 total" in done.stdout
+    assert "Operations:       51 selected / 51 total" in done.stdout
     assert not [line for line in demo_stack.output if "defect" in line or "Traceback" in line]
     assert http_get(f"{demo_stack.url}/health").status_code == 200
 
