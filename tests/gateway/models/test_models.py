@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from stepwell.gateway.v1 import gateway_pb2
 
 from services.common.keys.api_keys import TenantRecord
+from services.common.request.adapter import Adapter
 from tests.e2e.browser import WIDE, chromium, page_of
 from tests.gateway.fake_scheduler import FakeScheduler
 from tests.gateway.keyring import FileKeyring
@@ -75,6 +76,16 @@ async def test_a_path_names_the_model_of_a_request_without_a_body(two: Serving) 
     assert (await two.http.get("/models/huge/status")).status_code == 404
     answer = await two.http.post(f"{prefix}/v1/completions", json={"prompt": "a", "max_tokens": 1})
     assert answer.json()["model"] == "org/large"
+
+
+async def test_an_adapter_belongs_to_its_model(two: Serving) -> None:
+    two.gateway.models[1].inference.adapters.add(Adapter(b"d" * 32, "sql", "/sql"))
+    cards = {card["id"]: card for card in (await two.http.get("/v1/models")).json()["data"]}
+    assert cards["sql"]["parent"] == "org/large"
+    body = {"model": "sql", "prompt": "a", "max_tokens": 1}
+    assert (await two.http.post("/v1/completions", json=body)).json()["model"] == "sql"
+    [add] = two.schedulers[1].adds
+    assert add.adapter.name == "sql"
 
 
 async def test_bodies_that_name_no_model_belong_to_the_first(two: Serving) -> None:
