@@ -238,10 +238,14 @@ def test_two_models_have_one_address_and_do_not_disturb_each_other(up: Callable[
             return text
 
         texts = {name: text_of(name) for name in ("demo", "second")}
-        ready = "stepwell_gateway_replicas_ready"
-        metrics = http_get(f"{running.url}/metrics").text
-        assert f'{ready}{{model_name="demo"}} 2.0' in metrics
-        assert f'{ready}{{model_name="second"}} 1.0' in metrics
+        prometheus = running.url_of("prometheus", 9090)
+
+        def ready_by_model() -> dict[str, str]:
+            query = {"query": "stepwell_gateway_replicas_ready"}
+            found = http_get(f"{prometheus}/api/v1/query", params=query).json()["data"]["result"]
+            return {series["metric"]["model_name"]: series["value"][1] for series in found}
+
+        wait_for(lambda: ready_by_model() == {"demo": "2", "second": "1"})
         second = [
             container
             for container in running.containers()
