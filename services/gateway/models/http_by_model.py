@@ -91,24 +91,24 @@ class HttpByModel:
         return next(apps, self._first)
 
     async def _read(self, receive: Receive) -> tuple[str | None, Callable[[], Awaitable[Message]]]:
-        """Reads the body up to the model's name. Returns the name, and a `receive` that repeats the
-        read messages.
+        """Reads the body up to the model's name. Returns the name, and a `receive` that begins with
+        what was read, as one message.
         """
-        messages, size, name, body = [], 0, None, b""
-        while True:
+        body, name = bytearray(), None
+        has_ended, is_whole = False, False
+        while name is None and not has_ended and len(body) <= self._max_body_bytes:
+            is_first = not body
             message = await receive()
-            messages.append(message)
-            size += len(message.get("body", b""))
-            is_last = not message.get("more_body", False)
-            if len(messages) == 1 or is_last:
-                body = b"".join(one.get("body", b"") for one in messages)
-                name = await model_in(body, self._max_tokens)
-            if name is not None or is_last or size > self._max_body_bytes:
-                break
-        left = iter(messages)
+            body += message.get("body", b"")
+            is_whole = message["type"] == "http.request" and not message.get("more_body", False)
+            has_ended = is_whole or message["type"] == "http.disconnect"
+            if is_first or has_ended:
+                name = await model_in(bytes(body), self._max_tokens)
+        begun: list[Message] = [
+            {"type": "http.request", "body": bytes(body), "more_body": not is_whole}
+        ]
 
         async def again() -> Message:
-            message = next(left, None)
-            return await receive() if message is None else message
+            return begun.pop() if begun else await receive()
 
         return name, again

@@ -114,6 +114,19 @@ async def test_a_body_may_arrive_slowly_and_name_its_model_last(two: Serving) ->
     assert answer.json()["model"] == "org/large"
 
 
+async def test_a_client_that_leaves_within_its_body_is_forgotten(two: Serving) -> None:
+    head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    for begun in ('{"prompt": "abc', '{"model": "org/large", "prompt": "abc'):
+        host, port = two.base_url.removeprefix("http://").split(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(f"{head}Content-Length: 100\r\n\r\n{begun}".encode())
+        await writer.drain()
+        await asyncio.sleep(0.05)
+        writer.close()
+    await until(lambda: not any(one.gate.inside for one in two.gateway.models))
+    assert not any(scheduler.adds for scheduler in two.schedulers)
+
+
 async def test_grpc_calls_reach_their_model(two: Serving) -> None:
     large = two.schedulers[1]
     listed = await two.stub.ListModels(gateway_pb2.ListModelsRequest())
