@@ -16,7 +16,9 @@ _TOKEN_BITS = np.uint64(0xFFFFFFFF)
 """The part of a key that is the token's id. The other bits are the adapter's and the layer's."""
 
 _tokens_of: dict[bytes, bytes] = {}
-"""Maps each block hash that a service has computed to the block's tokens, as int32."""
+"""Maps each block hash that a service has computed since `forget_hashes` to the block's tokens, as
+int32.
+"""
 
 
 def _hashed(data: bytes) -> Any:
@@ -26,6 +28,11 @@ def _hashed(data: bytes) -> Any:
 
 
 block_hash.sha256 = _hashed  # type: ignore[attr-defined, assignment]
+
+
+def forget_hashes() -> None:
+    """Called before each run, since a search of thousands of runs would fill the memory."""
+    _tokens_of.clear()
 
 
 def wrong_contents(

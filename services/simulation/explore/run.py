@@ -10,6 +10,7 @@ from typing import Any
 from services.scheduler.core.policies import holds_ended
 from services.simulation.explore.answer import Answer
 from services.simulation.explore.clients import ask
+from services.simulation.explore.contents import forget_hashes
 from services.simulation.explore.faults import Kind, inject, keep_busy
 from services.simulation.explore.fleet import Fleet
 from services.simulation.explore.left import late_timers, left_on_disks, what_is_left
@@ -82,6 +83,7 @@ class Explorer:
     def run(self, plan: Plan) -> Report:
         """Runs one plan. Calling `prepare` for many plans before is faster."""
         self.prepare([plan])
+        forget_hashes()
         network = _network(plan.seed)
         device = [(fault.service, fault.rule) for fault in plan.faults if fault.kind is Kind.DEVICE]
         fleet = Fleet(network, self._model, plan.shape, device)
