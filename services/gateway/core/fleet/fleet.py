@@ -176,6 +176,7 @@ class Fleet:
         return mailbox
 
     def give_up(self, error: StepwellError) -> None:
+        self.membership.give_up()
         for inflight in self.admission:
             self.admission.discard(inflight)
             inflight.failed(error)

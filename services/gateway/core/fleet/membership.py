@@ -135,6 +135,10 @@ class Membership:
             async with asyncio.timeout(self._patience_seconds):
                 await self._has_limits.wait()
 
+    def give_up(self) -> None:
+        """Ends all waits of `until_limits`."""
+        self._has_limits.set()
+
     def max_model_len(self) -> int | None:
         """The model's context length, or None while no replica is ready."""
         return self.limits().max_model_len if self.num_ready else None

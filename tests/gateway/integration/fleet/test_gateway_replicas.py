@@ -340,3 +340,16 @@ async def test_a_replaced_model_does_not_wait_for_ever_for_the_old_one(model: Pa
         await first.start()
         await until(lambda: "fingerprint" in served.gateway.membership.replicas[0].reason)
         assert served.gateway.membership.num_ready == 1
+
+
+async def test_requests_that_wait_for_a_first_replica_are_refused_when_the_gateway_ends(
+    model: Path,
+) -> None:
+    nowhere = {"schedulers": ("127.0.0.1:1",), "num_ready": 0, "drain_seconds": 0.05}
+    async with serving(model, **nowhere) as served:
+        body = {"prompt": "hi", "max_tokens": 3}
+        waiting = asyncio.create_task(served.http.post("/v1/completions", json=body))
+        await until(lambda: served.gateway.gate.inside)
+        await served.gateway.drain()
+        answer = await waiting
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica_ready")
