@@ -97,3 +97,30 @@ async def test_a_stream_may_be_silent_where_that_is_set(model: Any) -> None:
         path, body = APIS[1]
         ask, late = {**body, "stream": True}, {"X-Request-Timeout": "0.2"}
         assert (await served.http.post(path, json=ask, headers=late)).status_code == 504
+
+
+@EACH
+@pytest.mark.parametrize("max_model_len", [256, 4], ids=["answers", "refuses"])
+async def test_a_stream_lives_while_it_waits_for_a_first_replica(
+    model: Any, path: str, body: dict[str, Any], max_model_len: int
+) -> None:
+    """The replica answers, or is too small for the prompt."""
+    sign = PING if path == "/v1/messages" else COMMENT
+    first, seen = FakeScheduler(max_model_len=max_model_len, max_request_tokens=max_model_len), ""
+    nowhere = {"schedulers": ("127.0.0.1:1",), "num_ready": 0}
+    async with serving(model, first, sse_keep_alive_interval=0.02, **nowhere) as served:
+        body = {**body, "stream": True}
+        async with served.http.stream("POST", path, json=body) as answer:
+            assert answer.status_code == 200
+            async for text in answer.aiter_text():
+                if seen.count(sign) < 3 <= (seen + text).count(sign):
+                    assert not (seen + text).replace(sign, "")
+                    served.gateway.fleet.set_addresses("test", [first.address])
+                seen += text
+        again = (await served.http.post(path, json=body)).text
+    assert seen.count(sign) >= 3
+    if max_model_len > 4:
+        assert without_signs(seen, sign) == without_signs(again, sign) != []
+    else:
+        last = [line for line in seen.splitlines() if line.startswith("data: {")][-1]
+        assert json.loads(again)["error"]["message"] in last

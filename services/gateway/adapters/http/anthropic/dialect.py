@@ -68,7 +68,8 @@ class MessagesDialect(StreamingDialect):
             last["metrics"] = metrics
         return named_event(last) + named_event({"type": "message_stop"})
 
-    def broken_off(self, error: StepwellError) -> bytes:
+    @staticmethod
+    def refused(error: StepwellError) -> bytes:
         return named_event(anthropic_body(described(error)))
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:

@@ -27,7 +27,7 @@ _HEADERS = [
 class EventStream:
     """Sends the pieces of an answer as events in an API's schema. The answer's head (status and
     headers) is sent with the first piece or the first keep-alive, whichever is earlier. Until then
-    a refusal by the scheduler can still set the status.
+    a refusal by the scheduler can still set the status. Before `begin` only keep-alives are sent.
 
     If the connection has a BodyWriter, `put` writes most events directly. `drain` sends the head
     and the first events, and the remaining parts of events with long lists. Without a BodyWriter,
@@ -35,15 +35,11 @@ class EventStream:
     """
 
     def __init__(
-        self,
-        generation: Generation,
-        dialect: StreamingDialect,
-        state: dict[str, Any],
-        send: Send,
-        record: RequestRecord,
+        self, keep_alive: bytes, state: dict[str, Any], send: Send, record: RequestRecord
     ) -> None:
-        self._generation = generation
-        self._dialect = dialect
+        self._generation: Generation
+        self._dialect: StreamingDialect
+        self._keep_alive = keep_alive
         self._state = state
         self._send = send
         self._record = record
@@ -58,6 +54,10 @@ class EventStream:
         `send`.
         """
         self._unsent: Iterator[bytes] | None = None
+
+    def begin(self, generation: Generation, dialect: StreamingDialect) -> None:
+        """Must be called before the first `put`."""
+        self._generation, self._dialect = generation, dialect
 
     @property
     def is_ready(self) -> bool:
@@ -81,9 +81,9 @@ class EventStream:
         if not self.is_ready:
             return False
         if self._writer is None:
-            self._unsent = iter((self._dialect.keep_alive,))
+            self._unsent = iter((self._keep_alive,))
             return True
-        self._writer.write(self._dialect.keep_alive)
+        self._writer.write(self._keep_alive)
         return False
 
     def _put_chunks(self, added: list[Piece]) -> None:

@@ -24,7 +24,6 @@ from services.gateway.adapters.http.openai.dialect import (
     Api,
     ConvertedRequest,
     StreamingDialect,
-    WholeDialect,
 )
 from services.gateway.adapters.telemetry.observation import Observation, Observer
 from services.gateway.adapters.telemetry.request_record import RequestRecord
@@ -83,7 +82,8 @@ class GenerationReply:
         self._gate = gate
         self._observer = observer
         self._keep_alive = keep_alive
-        self._dialect: StreamingDialect | WholeDialect | None = None
+        self._broken_off: Callable[[StepwellError], bytes] | None = None
+        """Returns the last events of a stream that an error ends."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -122,39 +122,40 @@ class GenerationReply:
         self, exchange: Exchange, observation: Observation, state: dict[str, Any], send: Send
     ) -> None:
         inference, record, body = self._inference, exchange.record, exchange.body
-        is_stream = isinstance(body, StreamedBody) and bool(body.stream)
+        api, stream = exchange.api, None
+        is_stream = isinstance(body, StreamedBody) and body.stream
+        if is_stream and isinstance(api, type) and issubclass(api, StreamingDialect):
+            stream = EventStream(api.keep_alive, state, send, record)
+            self._broken_off = api.refused
         async with until(exchange.deadline):
-            await inference.until_limits(record.wait)
+            await self._until_limits(record, stream)
             record.enter(Part.TOKENIZE)
             request = await exchange.to_request()
             if request.output_form is not None:
                 record.ignored_fields += request.output_form.unserved_fields
             record.enter(Part.PREPARE)
             generation = await inference.prepare(request, record.trace_headers, exchange.deadline)
-            if not is_stream:
+            if stream is None:
                 inference.check_num_logprobs(generation)
-            generation = await self._options.before_queue(
-                generation, record, exchange.api.id_prefix
-            )
+            generation = await self._options.before_queue(generation, record, api.id_prefix)
         record.enter(Part.PREPARE)
         adapter = generation.request.adapter
         name = inference.model_name if adapter is None else adapter.name
         created = generation.identity.created
-        dialect = self._dialect = exchange.api(
+        dialect = api(
             ConvertedRequest(body, generation.request, created, name, inference.tokenizer)
         )
-        sink = (
-            EventStream(generation, dialect, state, send, record)
-            if is_stream and isinstance(dialect, StreamingDialect)
-            else Answers(generation)
-        )
-        with observation.watching(generation, sink, stream=is_stream) as watched:
+        if stream is not None and isinstance(dialect, StreamingDialect):
+            stream.begin(generation, dialect)
+            self._broken_off = dialect.broken_off
+        sink = stream or Answers(generation)
+        with observation.watching(generation, sink, stream=stream is not None) as watched:
             exchange.arrival.end()
-            delivery = inference.delivery(generation, watched, stream=is_stream)
+            delivery = inference.delivery(generation, watched, stream=stream is not None)
             with ExitStack() as entered:
                 entered.enter_context(ending_at(exchange.deadline, delivery.end))
-                if isinstance(sink, EventStream):
-                    entered.enter_context(kept_alive(sink, self._keep_alive, delivery.wake))
+                if stream is not None:
+                    entered.enter_context(kept_alive(stream, self._keep_alive, delivery.wake))
                 await delivery.run()
         if isinstance(sink, EventStream):
             await sink.close(metrics_body(record) if body.include_metrics else None)
@@ -165,20 +166,28 @@ class GenerationReply:
                 answer["metrics"] = metrics_body(record)
             await send_json(answer, send)
 
+    async def _until_limits(self, record: RequestRecord, stream: EventStream | None) -> None:
+        """Waits for the first replica. Meanwhile a stream sends keep-alives."""
+        if stream is None:
+            await self._inference.until_limits(record.wait)
+            return
+        async with asyncio.TaskGroup() as tasks:
+            with kept_alive(stream, self._keep_alive, lambda: tasks.create_task(stream.drain())):
+                await self._inference.until_limits(record.wait)
+
     async def _refuse(
         self, error: StepwellError, scope: Scope, receive: Receive, send: Send
     ) -> None:
         record: RequestRecord = scope["state"]["record"]
         if record.status:  # the answer has begun
-            assert isinstance(self._dialect, StreamingDialect)
-            body = self._dialect.broken_off(error)
-            await send({"type": "http.response.body", "body": body})
+            assert self._broken_off is not None
+            await send({"type": "http.response.body", "body": self._broken_off(error)})
         else:
             await error_response(error, scope)(scope, receive, send)
 
 
 @contextmanager
-def kept_alive(stream: EventStream, interval: float, wake: Callable[[], None]) -> Iterator[None]:
+def kept_alive(stream: EventStream, interval: float, wake: Callable[[], object]) -> Iterator[None]:
     """While the block runs, sends a keep-alive whenever nothing was sent for `interval` seconds. An
     interval of 0 disables this. Calls `wake` if the stream must be drained to send the keep-alive.
     """

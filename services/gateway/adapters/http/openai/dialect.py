@@ -101,9 +101,14 @@ class StreamingDialect(ABC):
     def closing(self, usage: Usage, metrics: dict[str, Any] | None) -> bytes:
         """Returns the last events of a complete answer."""
 
-    @abstractmethod
+    @staticmethod
+    def refused(error: StepwellError) -> bytes:
+        """Returns the last events of an answer that an error ended before `opening`."""
+        return event(error_body(error)) + b"data: [DONE]\n\n"
+
     def broken_off(self, error: StepwellError) -> bytes:
-        """Returns the last events of an answer that was ended by an error."""
+        """Returns the last events of an answer that an error ended."""
+        return self.refused(error)
 
     @abstractmethod
     def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
@@ -208,9 +213,6 @@ class Dialect(StreamingDialect):
         if metrics is not None:
             body["metrics"] = metrics
         return event(body) + b"data: [DONE]\n\n"
-
-    def broken_off(self, error: StepwellError) -> bytes:
-        return event(error_body(error)) + b"data: [DONE]\n\n"
 
     def _frame(self, usage: Callable[[], Usage]) -> tuple[bytes, bytes]:
         if not self._usage_in_every_chunk:

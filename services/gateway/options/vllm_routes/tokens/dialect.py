@@ -5,9 +5,7 @@ to whole bodies.
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from services.common.errors import StepwellError
 from services.common.telemetry import names
-from services.gateway.adapters.http.exchange.errors import error_body
 from services.gateway.adapters.http.exchange.json_pieces import (
     HoldsLongList,
     LongList,
@@ -104,9 +102,6 @@ class TokensDialect(StreamingDialect):
         if metrics is not None:
             body["metrics"] = metrics
         return event(body) + _END
-
-    def broken_off(self, error: StepwellError) -> bytes:
-        return event(error_body(error)) + _END
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
         choices = (_choice(index, answer, answer.last) for index, answer in enumerate(answers))

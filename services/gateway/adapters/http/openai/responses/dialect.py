@@ -59,6 +59,12 @@ class ResponsesDialect(StreamingDialect):
             response["metrics"] = metrics
         return self._event({"type": f"response.{response['status']}", "response": response})
 
+    @staticmethod
+    def refused(error: StepwellError) -> bytes:
+        code = _error_code(error)
+        problem = {"code": code, "message": error.message, "param": error.field}
+        return named_event({"type": "error", **problem, "sequence_number": 0})
+
     def broken_off(self, error: StepwellError) -> bytes:
         response = {
             **self._frame,
