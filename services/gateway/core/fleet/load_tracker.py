@@ -110,8 +110,8 @@ class LoadTracker:
         self.on_changed: Callable[[], object] = lambda: None
         """Called after each change, except a change by `refresh`."""
         self._sent: dict[int, _Sent] = {}
-        self._uncomputed: dict[int, _Sent] = {}
-        """The sequences without output from this replica. Their uncomputed tokens are counted."""
+        self._computing: dict[int, _Sent] = {}
+        """The admitted sequences without output from this replica."""
         self._num_sharing: Counter[int] = Counter()
         self._num_uncomputed = 0
         self._num_sessions = 0
@@ -122,7 +122,7 @@ class LoadTracker:
     def clear(self) -> None:
         """Resets the load and the speeds. Called when the session with the scheduler has ended."""
         self._sent.clear()
-        self._uncomputed.clear()
+        self._computing.clear()
         self._num_sharing.clear()
         self._num_uncomputed = 0
         self._num_sessions = 0
@@ -172,13 +172,13 @@ class LoadTracker:
 
     def refresh(self) -> None:
         """Stops counting the uncomputed tokens of sequences with new output."""
-        if not self._uncomputed:
+        if not self._computing:
             return
-        for handle, sent in list(self._uncomputed.items()):
+        for handle, sent in list(self._computing.items()):
             if len(sent.inflight.output_token_ids) > sent.num_output_tokens:
                 self._num_uncomputed -= sent.num_uncomputed_tokens
                 sent.num_uncomputed_tokens = 0
-                del self._uncomputed[handle]
+                del self._computing[handle]
 
     def cost_seconds(
         self, num_tokens: int, max_output_tokens: int | None, fleet_speeds: Speeds, pressure: float
@@ -216,7 +216,7 @@ class LoadTracker:
         sent = _Sent(
             inflight, num_output_tokens, num_uncomputed, route.num_cached_tokens, route.cached_key
         )
-        self._sent[handle] = self._uncomputed[handle] = sent
+        self._sent[handle] = sent
         if route.cached_key is not None:
             self._num_sharing[route.cached_key] += 1
         self._num_uncomputed += num_uncomputed
@@ -240,6 +240,7 @@ class LoadTracker:
         if sent.num_uncomputed_tokens:
             sent.num_uncomputed_tokens += difference
             self._num_uncomputed += difference
+            self._computing[handle] = sent
         if sent.num_cached_tokens:
             share = min(1.0, (num_cached_tokens + block_size) / sent.num_cached_tokens)
             self.trust += _SHARE * (share - self.trust)
@@ -249,7 +250,7 @@ class LoadTracker:
         sent = self._sent.pop(handle, None)
         if sent is None:
             return
-        self._uncomputed.pop(handle, None)
+        self._computing.pop(handle, None)
         self._num_uncomputed -= sent.num_uncomputed_tokens
         if sent.cached_key is not None:
             self._num_sharing[sent.cached_key] -= 1
