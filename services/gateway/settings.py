@@ -208,8 +208,8 @@ class GatewaySettings(ClientSettings, OptionSettings):
     )
     trace_slow_seconds: float = setting(
         30.0,
-        doc="requests of this time or longer, and failed ones, are traced although not sampled; "
-        "0: only failed ones",
+        doc="requests of this time or longer, and failed ones, are traced although not sampled, 30 "
+        "of each a minute; 0: only failed ones",
         check=at_least(0),
     )
     routing_policy: str = setting(

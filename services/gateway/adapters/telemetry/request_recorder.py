@@ -22,6 +22,13 @@ from services.gateway.adapters.telemetry.request_spans import RequestSpans
 from services.gateway.adapters.telemetry.request_times import traces_of
 from services.gateway.core.request.request_check import is_request_id
 from services.gateway.core.traces.slowest_requests import SlowestRequests
+from services.gateway.core.traces.trace_limit import TraceLimit
+
+MAX_PER_MINUTE = 30
+"""Limit on the requests that are traced for each reason in LIMITED, although not sampled. Without
+it, all requests would be traced when a queue grows, because each is slower than the one before.
+"""
+LIMITED = KeptFor.FAILED, KeptFor.SLOW, KeptFor.SLOWEST
 
 KeepTrace = Callable[[str, str, TraceHeaders], None]
 """Asks a scheduler to export the spans of a sequence. The arguments are the scheduler's address,
@@ -45,8 +52,8 @@ class RequestRecorder:
     """Decides at the end of each request whether it is traced.
 
     A request is traced if it was sampled at its start, failed, was slow, was among the slowest of
-    its minute, or if its trace was read or listed while it ran. While a request runs, only numbers
-    are recorded.
+    its minute, or if its trace was read or listed while it ran. At most MAX_PER_MINUTE requests are
+    traced for each of some reasons. While a request runs, only numbers are recorded.
     """
 
     def __init__(
@@ -65,6 +72,7 @@ class RequestRecorder:
         self._metrics = metrics
         self._keep = keep
         self._slowest = SlowestRequests(settings.num_slowest)
+        self._limits = {reason: TraceLimit(MAX_PER_MINUTE) for reason in LIMITED}
         self._running = running
 
     def begin(
@@ -110,6 +118,12 @@ class RequestRecorder:
             log_access(record)
 
     def _kept_for(self, record: RequestRecord) -> KeptFor | None:
+        reason = self._reason(record)
+        if reason not in self._limits or record.origin.is_sampled or record.is_watched:
+            return reason
+        return reason if self._limits[reason].take((record.timeline.ended or 0) / 1e9) else None
+
+    def _reason(self, record: RequestRecord) -> KeptFor | None:
         ended = (record.timeline.ended or 0) / 1e9
         is_slowest = self._slowest.is_among(record.seconds, ended)
         if record.origin.is_sampled and not (is_slowest or record.is_failure):

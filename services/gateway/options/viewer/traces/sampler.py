@@ -8,20 +8,18 @@ from opentelemetry.sdk.trace.sampling import Decision, Sampler, SamplingResult
 from opentelemetry.trace import Link, SpanKind, TraceState
 from opentelemetry.util.types import Attributes
 
+from services.gateway.core.traces.trace_limit import TraceLimit
+
 
 class AtMostPerMinute(Sampler):
-    """Limits another sampler to `limit` traces per minute by a token bucket with a capacity of
-    `limit`. 0 means no limit.
-    """
+    """Limits another sampler to `limit` traces per minute (see `TraceLimit`). 0 means no limit."""
 
     def __init__(
         self, sampler: Sampler, limit: int, monotonic: Callable[[], float] = time.monotonic
     ) -> None:
         self._sampler = sampler
-        self._limit = limit
+        self._limit = TraceLimit(limit) if limit else None
         self._monotonic = monotonic
-        self._left = float(limit)
-        self._counted_at = monotonic()
 
     def should_sample(
         self,
@@ -37,18 +35,10 @@ class AtMostPerMinute(Sampler):
         result = self._sampler.should_sample(
             parent_context, trace_id, name, kind, attributes, links, trace_state
         )
-        if not self._limit or result.decision is Decision.DROP or self._take():
+        limit = self._limit
+        if limit is None or result.decision is Decision.DROP or limit.take(self._monotonic()):
             return result
         return SamplingResult(Decision.DROP, trace_state=trace_state)
 
     def get_description(self) -> str:
-        return f"AtMostPerMinute({self._sampler.get_description()}, {self._limit})"
-
-    def _take(self) -> bool:
-        now = self._monotonic()
-        earned = (now - self._counted_at) * self._limit / 60
-        self._left, self._counted_at = min(self._left + earned, float(self._limit)), now
-        if self._left < 1:
-            return False
-        self._left -= 1
-        return True
+        return f"AtMostPerMinute({self._sampler.get_description()})"
