@@ -38,7 +38,7 @@ READER = ReaderTimes(
 class Gateway:
     """The gateway's reader of a directory in Redis, with the prefix index that it updates."""
 
-    def __init__(self, url: str, fingerprint: bytes, times: ReaderTimes = READER) -> None:
+    def __init__(self, url: str, fingerprint: bytes | None, times: ReaderTimes = READER) -> None:
         self.index = PrefixIndex()
         self.fingerprint = fingerprint
         tail = RedisConnection(url, blocking=True)

@@ -247,6 +247,14 @@ async def test_another_model_has_another_directory(pools, gateway):
     await right_again(pools, gateway)
 
 
+async def test_a_model_without_a_replica_uses_no_directory(server, pools):
+    gateway = Gateway(server.url, None)
+    await until(lambda: gateway.index.state is DirectoryState.UNUSED)
+    gateway.fingerprint = FINGERPRINT
+    await right_again(pools, gateway)
+    await gateway.close()
+
+
 async def test_two_gateways_come_to_the_view_of_the_pools(server, pools, gateway):
     other = Gateway(server.url, FINGERPRINT)
     await right_again(pools, gateway)

@@ -97,6 +97,7 @@ class RedisReader:
         try:
             while True:
                 if (found := fingerprint()) is None:
+                    self._index.contact = DirectoryState.UNUSED
                     await asyncio.sleep(times.refresh_seconds)
                     continue
                 if directory_layout.DirectoryKeys.of(found) != self._keys:

@@ -22,7 +22,9 @@ class DirectoryState(enum.Enum):
     FALLBACK = "fallback"
     """The cached blocks are not known. The index returns no matches, so routing uses only load."""
     UNUSED = "unused"
-    """There are fewer than two pools. Routing needs no matches, so the index returns none."""
+    """There are fewer than two pools, or with Redis no pool yet. Routing needs no matches, so the
+    index returns none.
+    """
 
     @property
     def has_matches(self) -> bool:
