@@ -9,6 +9,7 @@ _TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|["{}\[\]]', re.DOTALL)
 """A string, a quote without an end, or a bracket."""
 _VALUE = re.compile(rb'\s*:\s*("[^"\\]*+(?:\\.[^"\\]*+)*+")', re.DOTALL)
 _KEY = b'"model"'
+_LONGEST_KEY = len(r'"\u006d\u006f\u0064\u0065\u006c"')
 _TOKENS_AT_A_TIME = 10_000
 
 
@@ -26,11 +27,16 @@ async def model_in(body: bytes, max_tokens: int) -> str | None:
             depth -= 1
         elif text == b'"' or depth < 1:
             return None
-        elif text == _KEY and depth == 1 and (value := _VALUE.match(body, token.end())):
+        elif depth == 1 and _is_key(text) and (value := _VALUE.match(body, token.end())):
             return _string(value[1])
         if not number % _TOKENS_AT_A_TIME:
             await asyncio.sleep(0)
     return None
+
+
+def _is_key(text: bytes) -> bool:
+    is_escaped = len(text) <= _LONGEST_KEY and b"\\u" in text
+    return text == _KEY or (is_escaped and _string(text) == "model")
 
 
 def _string(text: bytes) -> str | None:

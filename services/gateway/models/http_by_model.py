@@ -73,8 +73,7 @@ class HttpByModel:
         scope.setdefault("state", {})
         headers = headers_of(scope)
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        is_json = kind == "application/json" and "content-encoding" not in headers
-        if not is_json or self._num_bytes(scope) > self._max_body_bytes:
+        if kind != "application/json" or self._num_bytes(scope) > self._max_body_bytes:
             return False
         try:
             await self._access.authenticate(authorization_of(headers))

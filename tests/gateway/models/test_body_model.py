@@ -45,6 +45,11 @@ def test_a_name_that_has_arrived_is_found_in_the_beginning_of_a_body(
     assert found(text[:end]) == ("large" if end >= text.rindex(b"large") + 6 else None)
 
 
+@pytest.mark.parametrize("key", [r"\u006d\u006F\u0064\u0065\u006c", r"mod\u0065l"])
+def test_the_key_may_be_escaped(key: str) -> None:
+    assert found(rf'{{"{key}s": "y", "a": "{key}", "{key}": "x"}}'.encode()) == "x"
+
+
 @pytest.mark.parametrize(
     "body",
     [

@@ -78,6 +78,20 @@ async def test_a_path_names_the_model_of_a_request_without_a_body(two: Serving) 
     assert answer.json()["model"] == "org/large"
 
 
+async def test_a_body_that_names_another_model_than_its_path_is_refused(two: Serving) -> None:
+    url, body = "/models/tiny/v1/completions", {"model": "org/large", "prompt": "a"}
+    refused = await two.http.post(url, json=body)
+    assert refused.status_code == 404
+    assert "'tiny', and not to 'org/large'" in refused.json()["error"]["message"]
+
+
+async def test_a_body_may_be_encoded_as_itself(two: Serving) -> None:
+    body = {"model": "org/large", "prompt": "a", "max_tokens": 1}
+    headers = {"Content-Encoding": "identity"}
+    answer = await two.http.post("/v1/completions", json=body, headers=headers)
+    assert answer.json()["model"] == "org/large"
+
+
 async def test_an_adapter_belongs_to_its_model(two: Serving) -> None:
     two.gateway.models[1].inference.adapters.add(Adapter(b"d" * 32, "sql", "/sql"))
     cards = {card["id"]: card for card in (await two.http.get("/v1/models")).json()["data"]}

@@ -95,6 +95,13 @@ class Inference:
             caller.check_model(adapter.name)
             return
         if name and name != self.model_name:
+            if any(name in other.names() for other in self.others):
+                raise NotFound(
+                    f"the request's path, or an earlier field `model`, sent it to the model "
+                    f"{self.model_name!r}, and not to {name!r}",
+                    field="model",
+                    reason="MODEL_NOT_FOUND",
+                )
             raise NotFound(
                 f"this server has no model {name[:100]!r}; its models are "
                 f"{self._names_for(caller)}",
