@@ -225,15 +225,16 @@ def _secret(variable: str, path: Path) -> FileText:
         raise SettingError(f"{variable}: {path} cannot be read: {why}") from error
 
 
-def validate(settings: IsDataclass) -> None:
-    """Runs the check of every field. Raises SettingError for the first failure."""
+def validate(settings: IsDataclass, named: Callable[[str], str] | None = None) -> None:
+    """Runs the check of every field. Raises SettingError for the first failure. In the error, the
+    field's name is what `named` returns, by default its flag.
+    """
     for field in dataclasses.fields(settings):
         value, check = getattr(settings, field.name), field.metadata.get("check")
         complaint = check(value) if check is not None and value is not None else None
         if complaint is not None:
-            raise SettingError(
-                f"{flag_name(field.name)} {complaint}, not {as_text(value) or 'nothing'}"
-            )
+            name = (named or flag_name)(field.name)
+            raise SettingError(f"{name} {complaint}, not {as_text(value) or 'nothing'}")
 
 
 def with_values(settings: T, values: Mapping[str, Any], where: str) -> T:
@@ -249,17 +250,15 @@ def with_values(settings: T, values: Mapping[str, Any], where: str) -> T:
         for name, value in values.items()
     }
     changed = dataclasses.replace(settings, **read)
-    validate(changed)
+    validate(changed, lambda name: f"{where}{name}")
     return changed
 
 
-def _json_text(value: Any) -> str | bool:
+def _json_text(value: Any) -> str:
     """Formats a JSON value as the text that a flag would have."""
     if isinstance(value, list):
         return ",".join(map(str, value))
-    if isinstance(value, dict):
-        return json.dumps(value)
-    return value if isinstance(value, bool) else str(value)
+    return json.dumps(value) if isinstance(value, dict | bool) else str(value)
 
 
 def flag_name(field_name: str) -> str:

@@ -29,7 +29,7 @@ _OWN = frozenset(
         "enable_tokenizer_info_endpoint",
     }
 )
-"""Settings of one model. A model whose object does not have one of them has its default."""
+"""Settings of one model. If its object lacks one, or has null, the model has the default."""
 _SHARED = frozenset(
     {
         "max_concurrent_requests",
@@ -69,12 +69,13 @@ def _entries(path: Path) -> Sequence[Any]:
     return entries
 
 
-def _model(settings: GatewaySettings, entry: dict[str, Any], where: str) -> GatewaySettings:
+def _model(settings: GatewaySettings, given: dict[str, Any], where: str) -> GatewaySettings:
+    entry = {name: value for name, value in given.items() if value is not None}
     if unknown := [name for name in entry if name not in _OWN | _SHARED]:
         raise SettingError(f"{where}{unknown[0]} is not a setting of one model")
     if not entry.get("model"):
         raise SettingError(f"{where}model must be given")
-    if "schedulers" not in entry and settings.redis_url is None:
+    if not entry.get("schedulers") and settings.redis_url is None:
         raise SettingError(f"{where}schedulers must be given, since there is no --redis-url")
     defaults: dict[str, Any] = {
         field.name: field.default

@@ -25,6 +25,7 @@ def test_a_model_has_its_own_settings_and_those_of_the_process(model: Path, tmp_
         "reasoning_parser": "qwen3",
         "default_chat_template_kwargs": {"enable_thinking": False},
         "max_concurrent_requests": 7,
+        "tool_call_parser": None,
     }
     first = settings(
         model,
@@ -59,7 +60,12 @@ OTHER = {"served_model_name": "other", "schedulers": ["127.0.0.1:1"]}
         ([{**OTHER, "http_address": "0.0.0.0:1"}], r"\[0\]\.http_address is not a setting of one"),
         ([{**OTHER, "reasoning": "x"}], r"\[0\]\.reasoning is not a setting of one"),
         ([{"model": "MODEL", "served_model_name": "other"}], r"\[0\]\.schedulers must be given"),
-        ([{**OTHER, "model": "MODEL", "max_concurrent_requests": 0}], "must be at least 1"),
+        (
+            [{**OTHER, "model": "MODEL", "max_concurrent_requests": 0}],
+            r"^--further-models: \[0\]\.max_concurrent_requests must be at least 1, not 0",
+        ),
+        ([{**OTHER, "model": "MODEL", "max_concurrent_requests": True}], "must be a whole number"),
+        ([{"model": "MODEL", "schedulers": []}], r"\[0\]\.schedulers must be given"),
         ([{**OTHER, "model": "MODEL", "max_concurrent_requests": "x"}], "must be a whole number"),
         ([{**OTHER, "model": "MODEL"}] * 2, "two models have the name 'other'"),
         ([{**OTHER, "model": "MODEL", "lora_modules": ["first=/x"]}], "the name 'first'"),
