@@ -99,6 +99,7 @@ EXPRESSIONS = (
     'sum by (x) (rate(a_total{x="1"}[5m])) / ignoring (y) rate(a_total{y="q"}[9m])',
     'changes(a_total{y="q"}[20m]) unless changes(a_total[20m]) > 9 or rate(a_total{y="q"}[1m])',
     'max(max_over_time(a_total{y!~"q"}[10m]))',
+    '3 < changes(a_total{x="2"}[20m])',
     "histogram_quantile(0.7, rate(h_bucket[5m]))",
     "histogram_quantile(0.99, sum by (le) (rate(h_bucket[5m])))",
 )

@@ -199,8 +199,12 @@ def _operation(name: str, left: Node, right: Node, key: Key) -> Node:
         pairs = _pairs(ours, theirs, key)
         if name in ARITHMETIC:
             return {labels: ARITHMETIC[name](one, other) for labels, one, other in pairs}
-        compare = COMPARISONS[name]
-        return {labels: one for labels, one, other in pairs if compare(one, other)}
+        compare, of_theirs = COMPARISONS[name], _SCALAR in ours
+        return {
+            labels: other if of_theirs else one
+            for labels, one, other in pairs
+            if compare(one, other)
+        }
 
     return evaluate
 
