@@ -138,8 +138,17 @@ def embedder(embedding_model: TinyModel) -> Iterator[Stack]:
 
 
 @pytest.fixture(scope="package")
-def demo_stack() -> Iterator[Stack]:
-    with closing(Stack(DEMO, *DEMO_FLAGS)) as stack:
+def demo_receiver() -> Iterator[OtlpReceiver]:
+    with closing(OtlpReceiver()) as receiver:
+        yield receiver
+
+
+@pytest.fixture(scope="package")
+def demo_stack(demo_receiver: OtlpReceiver) -> Iterator[Stack]:
+    """A stack that traces all requests."""
+    traces = ("--otlp-endpoint", demo_receiver.endpoint, "--trace-sample-ratio", "1")
+    environ = {"OTEL_BSP_SCHEDULE_DELAY": "100"}
+    with closing(Stack(DEMO, *DEMO_FLAGS, *traces, environ=environ)) as stack:
         yield stack
 
 

@@ -4,7 +4,7 @@ reason: an HTTP status if the answer has not begun, otherwise an event in its st
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -18,7 +18,6 @@ from stepwell.scheduler.v1 import scheduler_pb2_grpc
 
 from services.common.rpc.channel import open_channel
 from services.common.telemetry import names
-from tests.e2e.conftest import DEMO
 from tests.e2e.inference import connect, generate, request
 from tests.e2e.otlp_receiver import OtlpReceiver, ReceivedSpan
 from tests.e2e.stack import Stack, wait_for
@@ -31,22 +30,9 @@ TOO_COMPLEX = ".*a.{200}b.{200}c"
 FAILING = {"structured_outputs": {"regex": TOO_COMPLEX}, "max_tokens": 900, "temperature": 2}
 
 
-@pytest.fixture(scope="module")
-def demo(receiver: OtlpReceiver) -> Iterator[Stack]:
-    stack = Stack(
-        DEMO,
-        *("--otlp-endpoint", receiver.endpoint, "--trace-sample-ratio", "1"),
-        *("--trace-step-sample-ratio", "1"),
-        *("--num-blocks", "500", "--max-model-len", "1024"),
-        environ={"OTEL_BSP_SCHEDULE_DELAY": "100"},
-    )
-    yield stack
-    stack.close()
-
-
 @pytest.fixture
-async def http(demo: Stack) -> AsyncIterator[httpx.AsyncClient]:
-    async with async_http_client(base_url=demo.url, timeout=100) as client:
+async def http(demo_stack: Stack) -> AsyncIterator[httpx.AsyncClient]:
+    async with async_http_client(base_url=demo_stack.url, timeout=100) as client:
         yield client
 
 
@@ -121,7 +107,7 @@ async def test_parameters_that_leave_no_later_token_end_a_stream(http: httpx.Asy
 
 
 async def test_what_only_the_worker_refuses_is_the_clients_error(
-    demo: Stack, http: httpx.AsyncClient
+    demo_stack: Stack, http: httpx.AsyncClient
 ) -> None:
     """The scheduler gets the request directly, because the gateway would refuse its grammar."""
     (replica,) = (await http.get("/status")).json()["replicas"]
@@ -139,15 +125,15 @@ async def test_what_only_the_worker_refuses_is_the_clients_error(
     assert "unclosed group" in finished.message
     assert any(
         "request ended, because of an error of the client: structured_outputs" in line
-        for line in demo.output
+        for line in demo_stack.output
     )
 
 
-async def test_over_grpc_it_is_an_invalid_argument(demo: Stack) -> None:
+async def test_over_grpc_it_is_an_invalid_argument(demo_stack: Stack) -> None:
     regex = common_pb2.StructuredOutputs(
         kind=common_pb2.STRUCTURED_OUTPUTS_KIND_REGEX, text=TOO_COMPLEX
     )
-    async with connect(demo.grpc) as stub:
+    async with connect(demo_stack.grpc) as stub:
         wanted = request([5, 6, 7], 900, structured_outputs=regex, temperature=2.0, seed=1)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await generate(stub, wanted)
@@ -163,17 +149,17 @@ async def test_over_grpc_it_is_an_invalid_argument(demo: Stack) -> None:
 
 
 async def test_its_spans_say_why_and_are_no_failures(
-    http: httpx.AsyncClient, receiver: OtlpReceiver
+    http: httpx.AsyncClient, demo_receiver: OtlpReceiver
 ) -> None:
     (dot,) = (await http.post("/tokenize", json={"prompt": "."})).json()["tokens"]
     wanted = body(1, structured_outputs={"regex": "[0-9]+"}, allowed_token_ids=[dot])
     trace_id = (await ask(http, wanted)).headers["x-trace-id"]
 
     def at_scheduler() -> list[ReceivedSpan]:
-        return [span for span in receiver.trace(trace_id) if span.name == names.SPAN_REQUEST]
+        return [span for span in demo_receiver.trace(trace_id) if span.name == names.SPAN_REQUEST]
 
     def roots() -> list[ReceivedSpan]:
-        return [span for span in receiver.trace(trace_id) if not span.parent_id]
+        return [span for span in demo_receiver.trace(trace_id) if not span.parent_id]
 
     wait_for(lambda: bool(at_scheduler() and roots()))
     (request_span,), (root,) = at_scheduler(), roots()

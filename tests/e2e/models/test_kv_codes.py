@@ -8,7 +8,7 @@ import pytest
 from tests.e2e.conftest import TinyModel
 from tests.e2e.inference import greedy_answers
 from tests.e2e.prompts import PROMPTS
-from tests.e2e.replicas.test_offloading import num_loaded
+from tests.e2e.replicas.test_pipeline_parallel import num_loaded
 from tests.e2e.stack import Stack
 from tests.plain_http import http_get, http_post
 

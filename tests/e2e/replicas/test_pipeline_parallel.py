@@ -1,7 +1,11 @@
-"""Two pipeline stages compute the same tokens, even if a stage is killed or hangs."""
+"""Two pipeline stages compute the same tokens, even if a stage is killed or hangs. Offloaded keys
+and values survive a reset of the prefix cache, but not the end of a stage.
+tests/e2e/models/test_kv_codes.py tests offloading with two ranks.
+"""
 
 import asyncio
 import os
+import re
 import signal
 from collections import defaultdict
 from collections.abc import Iterator
@@ -19,6 +23,7 @@ from tests.e2e.otlp_receiver import OtlpReceiver, ReceivedSpan
 from tests.e2e.prompts import PROMPTS
 from tests.e2e.stack import Stack, wait_for
 from tests.e2e.tiny import greedy, save_tokenizer
+from tests.plain_http import http_get, http_post
 from tests.tiny_models import edit_config, save_tiny_model
 
 NUM_TOKENS = 100
@@ -37,9 +42,11 @@ def deep_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 @pytest.fixture(scope="module")
 def staged(deep_model: TinyModel, receiver: OtlpReceiver) -> Iterator[Stack]:
+    """All services, with two stages and a host-memory tier for all offloaded blocks."""
     stack = Stack(
         deep_model.directory,
         *("--num-blocks", "1000", "--pipeline-parallel-size", "2"),
+        *("--kv-offloading-size", "0.02", "--admin-port", "0"),
         *("--max-num-batched-tokens", "32", "--max-num-seqs", "16"),
         *("--otlp-endpoint", receiver.endpoint, "--trace-sample-ratio", "1"),
         *("--trace-step-sample-ratio", "1"),
@@ -62,6 +69,22 @@ async def answers(
     requests.append(request(PROMPTS[3], NUM_TOKENS, seed=2, temperature=1.0))
     hit = None if victim is None else partial(os.kill, victim, signum)
     return await generate_all(stack.grpc, requests, hit, HIT_AT)
+
+
+def num_loaded(stack: Stack) -> float:
+    """The number of blocks that were loaded from the host-memory tier, according to the metrics."""
+    text = http_get(f"{stack.url}/metrics").text
+    (value,) = re.findall(r'^stepwell_kv_tier_transfers_total{.*"loaded".*} (\S+)$', text, re.M)
+    return float(value)
+
+
+async def answers_after_a_reset(stack: Stack) -> list[Answer]:
+    """Answers after a reset of the prefix cache, so that blocks are found only in the tier."""
+    loaded = num_loaded(stack)
+    assert http_post(f"{stack.admin_url}/reset_prefix_cache").status_code == 200
+    again = await answers(stack)
+    assert num_loaded(stack) >= loaded + 5
+    return again
 
 
 def attributes(span: ReceivedSpan) -> dict[str, Any]:
@@ -139,6 +162,13 @@ def undisturbed(staged: Stack) -> list[Answer]:
     return asyncio.run(answers(staged))
 
 
+async def test_tokens_are_the_same_from_the_tier(staged: Stack, undisturbed: list[Answer]) -> None:
+    again = await answers_after_a_reset(staged)
+    assert [a.token_ids for a in again] == [a.token_ids for a in undisturbed]
+    for answer, prompt in zip(again, PROMPTS, strict=False):
+        assert answer.num_cached_tokens >= (len(prompt) - 1) // 16 * 16
+
+
 @pytest.mark.parametrize(("stage", "signum"), [(0, signal.SIGKILL), (1, signal.SIGSTOP)])
 async def test_a_stage_that_dies_or_stops_comes_back_as_a_new_generation(
     stage: int,
@@ -167,6 +197,9 @@ async def test_a_stage_that_dies_or_stops_comes_back_as_a_new_generation(
     assert f"worker-{1 - stage} died: exit status 1" in lines
     assert f"stepwell worker: rank {stage} has ended" in lines
     assert "requests are computed again" in lines
+    # The tier of both stages is lost. The new processes fill and read a new one.
+    again = await answers_after_a_reset(staged)
+    assert [a.token_ids for a in again] == [a.token_ids for a in undisturbed]
 
 
 @pytest.mark.parametrize("service", ["scheduler", "kvpool"])
