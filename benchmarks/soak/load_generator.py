@@ -1,9 +1,10 @@
 """Sends completions over HTTP from a separate process, which `overload --tenants` starts.
 
-The process first reads a line of JSON with the fields of `Sending`. It begins to send when it reads
-a second line. At the end it prints a line of JSON with the fields of `Sent`. With `--sink` the
-process is a server that refuses every request at once. Requests to this server show the cost of
-sending requests without the cost of serving them.
+For each load the process first reads a line of JSON with the fields of `Sending`. It begins to send
+when it reads a second line. At the end it prints a line of JSON with the fields of `Sent`. The
+process ends with its standard input. With `--sink` the process is a server that refuses every
+request at once. Requests to this server show the cost of sending requests without the cost of
+serving them.
 """
 
 import asyncio
@@ -179,7 +180,11 @@ async def _sink() -> None:
 
 
 async def _generate() -> None:
-    sending = Sending(**json.loads(sys.stdin.readline()))
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        await _send_when_told(Sending(**json.loads(line)))
+
+
+async def _send_when_told(sending: Sending) -> None:
     told = asyncio.Event()
 
     async def listen() -> None:

@@ -38,7 +38,7 @@ from benchmarks.common.process_usage import (
     usage_of,
 )
 from benchmarks.common.stack import Stack
-from benchmarks.soak.attack.generators import generate, sink
+from benchmarks.soak.attack.generators import Generators, sink
 from benchmarks.soak.load_generator import Sending, Sent, sum_sent
 from services.cli.settings import UpSettings
 
@@ -102,14 +102,15 @@ class Result:
 class Flooding:
     """Runs the measurement's parts against running services."""
 
-    def __init__(self, stack: Stack, options: TenantOptions) -> None:
+    def __init__(self, stack: Stack, generators: Generators, options: TenantOptions) -> None:
         self._stack = stack
+        self._generate = generators.generate
         self._options = options
         self._seeds = itertools.count()
 
     async def measure(self) -> Result:
         half = self._options.seconds / 2
-        await generate(self._closed_loop(half / 2))  # the first steps of each size take longer
+        await self._generate(self._closed_loop(half / 2))  # first steps of each size take longer
         peak = await self._peak()
         flood = self._sending(FLOODS, rate=self._options.factor * peak.num_done_in_time / half)
         beside = await self._peak_beside(flood)
@@ -124,26 +125,26 @@ class Flooding:
     async def _round(self, peak: Sent, beside: Sent, flood: Sending, rate: float) -> Result:
         """Runs parts 2 to 5 of a round. The quiet tenant sends `rate` requests per second."""
         seconds, half = self._options.seconds, self._options.seconds / 2
-        (unloaded,) = await generate([self._sending(QUIET, rate=rate)])
+        (unloaded,) = await self._generate([self._sending(QUIET, rate=rate)])
         alone, _ = await self._beside_flood(flood, [self._sending(QUIET, rate=rate)], seconds)
         busy = self._sending(FLOODS, concurrency=self._options.concurrency, seconds=half)
-        _, full = await generate([busy, self._sending(QUIET, rate=rate, seconds=half)])
+        _, full = await self._generate([busy, self._sending(QUIET, rate=rate, seconds=half)])
         before = self._memory()
         used, waited = self._of_each(processor_seconds), self._of_each(processor_wait_seconds)
         flood = replace(flood, seed=next(self._seeds))
-        flooded, held = await generate([flood, self._sending(QUIET, rate=rate)])
+        flooded, held = await self._generate([flood, self._sending(QUIET, rate=rate)])
         used = _since(used, self._of_each(processor_seconds))
         waited = _since(waited, self._of_each(processor_wait_seconds))
         peak_memory = self._memory()
         await asyncio.sleep(self._options.recovery_seconds)
         memory = Memory(before, peak_memory, self._memory())
-        (recovered,) = await generate([self._sending(QUIET, rate=rate, seconds=half)])
+        (recovered,) = await self._generate([self._sending(QUIET, rate=rate, seconds=half)])
         return Result(
             peak, beside, unloaded, alone, full, flooded, held, recovered, memory, used, waited
         )
 
     async def _peak(self) -> Sent:
-        return sum_sent(await generate(self._closed_loop(self._options.seconds / 2)))
+        return sum_sent(await self._generate(self._closed_loop(self._options.seconds / 2)))
 
     async def _peak_beside(self, flood: Sending) -> Sent:
         half = self._options.seconds / 2
@@ -158,7 +159,9 @@ class Flooding:
         Returns the outcomes of `sendings`, followed by the outcome of the flood.
         """
         async with sink() as address:
-            return await generate([*sendings, replace(flood, address=address, seconds=seconds)])
+            return await self._generate(
+                [*sendings, replace(flood, address=address, seconds=seconds)]
+            )
 
     def _closed_loop(self, seconds: float) -> list[Sending]:
         each = max(1, self._options.concurrency // 2)
@@ -190,8 +193,9 @@ class Flooding:
 
 
 async def measure(options: TenantOptions) -> Result:
-    async with Stack(replace(options.services, api_keys=(FLOODS, QUIET))) as stack:
-        return await Flooding(stack, options).measure()
+    services = Stack(replace(options.services, api_keys=(FLOODS, QUIET)))
+    async with services as stack, Generators() as generators:
+        return await Flooding(stack, generators, options).measure()
 
 
 def sum_rounds(rounds: Sequence[Result]) -> Result:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
+from typing import Self
 
 from benchmarks.soak.load_generator import Sending, Sent
 
@@ -13,13 +14,27 @@ _COMMAND = (sys.executable, "-m", "benchmarks.soak.load_generator")
 _LINE_BYTES = 64 * 2**20
 
 
-async def generate(sendings: Sequence[Sending]) -> list[Sent]:
-    """Runs a load generator in its own process for each of `sendings`. Returns their outcomes.
+class Generators:
+    """Load generators. A process sends one load after another, and ends with `async with`."""
 
-    All load generators begin to send at the same time.
-    """
-    processes = [await _spawn() for _ in sendings]
-    try:
+    def __init__(self) -> None:
+        self._processes: list[asyncio.subprocess.Process] = []
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for process in self._processes:
+            await _end(process)
+
+    async def generate(self, sendings: Sequence[Sending]) -> list[Sent]:
+        """Runs a load generator in its own process for each of `sendings`. Returns their outcomes.
+
+        All load generators begin to send at the same time.
+        """
+        while len(self._processes) < len(sendings):
+            self._processes.append(await _spawn())
+        processes = self._processes[: len(sendings)]
         for process, sending in zip(processes, sendings, strict=True):
             await _tell(process, json.dumps(asdict(sending)))
         for process in processes:
@@ -27,9 +42,6 @@ async def generate(sendings: Sequence[Sending]) -> list[Sent]:
         for process in processes:
             await _tell(process, "go")
         return [Sent(**json.loads(await _line(process))) for process in processes]
-    finally:
-        for process in processes:
-            await _end(process)
 
 
 @asynccontextmanager

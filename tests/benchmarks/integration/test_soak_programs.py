@@ -16,7 +16,7 @@ def test_a_short_endurance_run_sends_every_kind_and_finds_all_blocks_free(
     servable_model: Path,
 ) -> None:
     # At the beginning of a run the memory of every process grows.
-    flags = ("--minutes", 0.05, "--model", servable_model, "--growth-mb-per-hour", 100_000)
+    flags = ("--minutes", 0.035, "--model", servable_model, "--growth-mb-per-hour", 100_000)
     report = run_program("soak", "endurance", *flags).stdout
     for process in ("gateway", "scheduler", "kvpool", "worker"):
         assert f"| {process} | " in report
@@ -26,8 +26,8 @@ def test_a_short_endurance_run_sends_every_kind_and_finds_all_blocks_free(
 
 
 @pytest.mark.slow
-def test_streams_of_two_gateways_outlive_faults_every_two_seconds(servable_model: Path) -> None:
-    storm = ("--every", 2, "--seconds", 5, "--replicas", 2, "--gateways", 2)
+def test_streams_of_two_gateways_outlive_faults_every_second(servable_model: Path) -> None:
+    storm = ("--every", 1, "--seconds", 2.5, "--replicas", 2, "--gateways", 2)
     streams = ("--streams", 8, "--tokens", 40, "--model", servable_model)
     report = run_program("soak", "faults", *storm, *streams).stdout
     assert "3 faults; " in report

@@ -6,15 +6,17 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 
+from services.cli.__main__ import main
 from tests.hub_cache import in_hub_cache
 from tests.redis_servers import needs_redis, redis_server
 
 ROOT = Path(__file__).parents[3]
+Up = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
@@ -22,14 +24,14 @@ def model() -> Path:
     return ROOT / "models" / "demo"
 
 
-def up(*arguments: str | Path, environ: Mapping[str, str] | None = None) -> tuple[int, str]:
-    """Runs `stepwell up` with arguments that it refuses. Returns its exit status and stderr."""
+def up_process(*arguments: str | Path, environ: Mapping[str, str]) -> tuple[int, str]:
+    """Runs `stepwell up` as a process that ends. Returns its exit status and stderr."""
     done = subprocess.run(
         [sys.executable, "-m", "services.cli", "up", *map(str, arguments)],
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env={**os.environ, **(environ or {})},
+        env={**os.environ, **environ},
         timeout=60,
         check=False,
     )
@@ -37,20 +39,40 @@ def up(*arguments: str | Path, environ: Mapping[str, str] | None = None) -> tupl
     return done.returncode, done.stderr
 
 
-def test_the_model_must_be_given() -> None:
-    assert up() == (
+@pytest.fixture
+def up(capfd: pytest.CaptureFixture[str]) -> Up:
+    """Calls `stepwell up` in this process with arguments that it refuses. Returns its exit status
+    and stderr.
+    """
+
+    def call(*arguments: str | Path) -> tuple[int, str]:
+        try:
+            status: int | str | None = main(["up", *map(str, arguments)])
+        except SystemExit as end:
+            status = end.code
+        output, error = capfd.readouterr()
+        assert output == ""
+        assert isinstance(status, int)
+        return status, error
+
+    return call
+
+
+def test_the_model_must_be_given(up: Up) -> None:
+    refused = (
         2,
         "stepwell up: --model (or STEPWELL_UP_MODEL) must be given: "
         "directory of the model in Hugging Face format, GGUF file, or name on the hub\n",
     )
+    assert up() == up_process(environ={}) == refused
 
 
-def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
+def test_a_missing_directory_is_refused(up: Up, tmp_path: Path) -> None:
     missing = tmp_path / "nothing"
     assert up("--model", missing) == (2, f"stepwell up: --model: there is no directory {missing}\n")
 
 
-def test_a_file_in_place_of_a_directory_is_refused(tmp_path: Path) -> None:
+def test_a_file_in_place_of_a_directory_is_refused(up: Up, tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.touch()
     assert up("--model", file) == (
@@ -59,7 +81,7 @@ def test_a_file_in_place_of_a_directory_is_refused(tmp_path: Path) -> None:
     )
 
 
-def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
+def test_a_directory_without_a_model_is_refused(up: Up, tmp_path: Path) -> None:
     assert up("--model", tmp_path) == (
         1,
         f"stepwell up: {tmp_path}/config.json: the file is missing\n",
@@ -67,7 +89,7 @@ def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_that_cannot_be_served_is_refused_before_anything_starts(
-    model: Path, tmp_path: Path
+    up: Up, model: Path, tmp_path: Path
 ) -> None:
     directory = tmp_path / "model"
     shutil.copytree(model, directory)
@@ -98,20 +120,21 @@ def test_a_cached_model_of_the_hub_that_cannot_be_served_is_refused_without_torc
     (directory / "model.safetensors").touch()
     (tmp_path / "torch.py").write_text("raise AssertionError('torch is imported')\n")
     environ = in_hub_cache(tmp_path / "hub", "Owner/Bloom", directory)
-    status, error = up("--model", "Owner/Bloom", environ={**environ, "PYTHONPATH": str(tmp_path)})
+    environ |= {"PYTHONPATH": str(tmp_path)}
+    status, error = up_process("--model", "Owner/Bloom", environ=environ)
     assert (status, error.count("\n")) == (1, 1)
     assert error.startswith(f"stepwell up: {tmp_path}/hub/models--Owner--Bloom/snapshots/")
     assert "BloomForCausalLM biases its attention by distance (ALiBi)" in error
 
 
-def test_an_unknown_flag_is_refused(model: Path) -> None:
+def test_an_unknown_flag_is_refused(up: Up, model: Path) -> None:
     assert up("--model", model, "--port", "1") == (
         2,
         "stepwell up: unrecognized arguments: --port 1; similar are --http-port, --grpc-port\n",
     )
 
 
-def test_a_bad_value_is_refused_with_its_flag(model: Path) -> None:
+def test_a_bad_value_is_refused_with_its_flag(up: Up, model: Path) -> None:
     assert up("--model", model, "--http-port", "web") == (
         2,
         "stepwell up: --http-port must be a whole number, not 'web'\n",
@@ -125,7 +148,7 @@ def test_a_bad_value_is_refused_with_its_flag(model: Path) -> None:
 @pytest.mark.parametrize(
     ("flag", "other"), [("--http-port", "--grpc-port"), ("--grpc-port", "--http-port")]
 )
-def test_a_taken_port_is_refused_with_its_flag(model: Path, flag: str, other: str) -> None:
+def test_a_taken_port_is_refused_with_its_flag(up: Up, model: Path, flag: str, other: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert up("--model", model, flag, str(port), other, "0") == (
@@ -134,7 +157,7 @@ def test_a_taken_port_is_refused_with_its_flag(model: Path, flag: str, other: st
         )
 
 
-def test_one_port_for_http_and_grpc_is_refused(model: Path) -> None:
+def test_one_port_for_http_and_grpc_is_refused(up: Up, model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     assert up("--model", model, "--http-port", port, "--grpc-port", port) == (
@@ -144,7 +167,7 @@ def test_one_port_for_http_and_grpc_is_refused(model: Path) -> None:
 
 
 @needs_redis
-def test_a_redis_that_cannot_be_used(model: Path, tmp_path: Path) -> None:
+def test_a_redis_that_cannot_be_used(up: Up, model: Path, tmp_path: Path) -> None:
     with redis_server(tmp_path / "redis", "--requirepass", "right") as server:
         place = f"127.0.0.1:{server.port}"
         for url in (f"redis://{place}", f"redis://:wrong@{place}"):
@@ -170,14 +193,14 @@ def test_a_redis_that_cannot_be_used(model: Path, tmp_path: Path) -> None:
     )
 
 
-def test_an_address_of_another_machine(model: Path) -> None:
+def test_an_address_of_another_machine(up: Up, model: Path) -> None:
     assert up("--model", model, "--host", "192.0.2.1") == (
         1,
         "stepwell up: --host 192.0.2.1 is not an address of this machine\n",
     )
 
 
-def test_an_address_for_one_scheduler_and_two_replicas(model: Path) -> None:
+def test_an_address_for_one_scheduler_and_two_replicas(up: Up, model: Path) -> None:
     flags = ("--kv-events-endpoint", "tcp://*:5557")
     assert up("--model", model, "--replicas", "2", *flags) == (
         2,
@@ -185,7 +208,7 @@ def test_an_address_for_one_scheduler_and_two_replicas(model: Path) -> None:
     )
 
 
-def test_a_last_port_for_more_than_one_replica(model: Path) -> None:
+def test_a_last_port_for_more_than_one_replica(up: Up, model: Path) -> None:
     ports = ("--http-port", "0", "--grpc-port", "0", "--vllm-grpc-port", "65535")
     assert up("--model", model, "--replicas", "2", *ports) == (
         2,
