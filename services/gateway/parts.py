@@ -103,6 +103,7 @@ class Parts:
             self.observer,
             loop,
             gateway_id,
+            is_first,
             settings.redis_url,
             internal_tls,
         )

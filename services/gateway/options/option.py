@@ -65,6 +65,8 @@ class OptionParts:
     """An option may append to the observer's attribute `listeners`."""
     clock: Clock
     gateway_id: str
+    is_first: bool
+    """Whether the gateway's first model has these parts. Its options run what all models share."""
     redis_url: str | None
     internal_tls: "Tls | None"
 

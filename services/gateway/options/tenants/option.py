@@ -105,9 +105,8 @@ class Tenants(Option):
             self.redis_uses = {"limits of tenants": "each gateway applies its part of the limits"}
             if settings.api_keys_in_redis:
                 self.redis_uses |= {"API keys": "only keys that were used recently work"}
-        self._is_first = True
         self._limits = TenantLimits(self.limit_store, parts.gateway_id, estimate.num_cached_tokens)
-        self._observer = parts.observer
+        self._is_first, self._observer = parts.is_first, parts.observer
         self._max_body_bytes = parts.settings.max_body_bytes
         fleet.admission = queues = TenantQueues(
             parts.clock,
@@ -182,7 +181,6 @@ class Tenants(Option):
     def join(self, first: Self) -> None:
         """Counts the requests of all models towards the same limits."""
         self.limit_store = self._limits.store = first.limit_store
-        self._is_first = False
 
     async def require_usable(self) -> None:
         if self._store is not None:

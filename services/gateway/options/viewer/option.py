@@ -61,7 +61,6 @@ class Viewer(Option):
         self._watch = FleetWatch(socket.gethostname(), parts.collect_metrics)
         self._watch.links.append(links)
         self._redis = _make_probe(parts.redis_url)
-        self._is_first = True
         self._is_served = False
         self._running = RunningTraces(parts.running, links, parts.inference.model_name)
         self.store: TraceStore | None = None
@@ -118,7 +117,7 @@ class Viewer(Option):
     def join(self, first: Self) -> None:
         """Shows the traces, alerts and processes of all models."""
         self.store = first.store
-        self._watch, self._redis, self._is_first = first._watch, first._redis, False
+        self._watch, self._redis = first._watch, first._redis
         self._watch.links.append(self._parts.links)
 
     async def start(self) -> None:
@@ -141,10 +140,10 @@ class Viewer(Option):
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._keeper.run())
-                if self._is_first:
+                if self._parts.is_first:
                     tasks.create_task(self._watch.run())
         finally:
-            if self._redis is not None and self._is_first:
+            if self._redis is not None and self._parts.is_first:
                 await self._redis.close()
 
     async def stop(self, second_stop: asyncio.Event | None) -> None:
