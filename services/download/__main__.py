@@ -37,6 +37,7 @@ CHART_VALUES = {
 """The value of the Helm chart that removes a cause."""
 _WRITING = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), _SIZE),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "podSecurityContext.fsGroup"),
     errno.EROFS: "model.volume",
 }
 _OF_THE_HUB = (HubCause.TOKEN, HubCause.REFUSED, HubCause.OFFLINE, HubCause.UNREACHABLE)
@@ -74,7 +75,9 @@ def sentence(error: ModelSourceError, settings: DownloadSettings) -> str:
 
 
 def writing(error: OSError, settings: DownloadSettings) -> str:
-    value = _WRITING.get(error.errno or 0, "podSecurityContext.fsGroup")
+    value = _WRITING.get(error.errno or 0)
+    if value is None:
+        return f"{settings.directory} cannot be written: {error}"
     return f"{settings.directory.parent}: {error.strerror} (in the Helm chart: {value})"
 
 

@@ -89,7 +89,7 @@ def _delete_leftovers(partial: Path, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for other in partial.iterdir():
         if other != folder:
-            shutil.rmtree(other)
+            shutil.rmtree(other, ignore_errors=True)
     for file in (folder / _LIBRARY_FILES).rglob("*.incomplete"):
         file.unlink()
 
