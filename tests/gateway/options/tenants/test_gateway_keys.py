@@ -167,6 +167,21 @@ async def test_plain_keys_of_a_file_are_read_again(model: Path, tmp_path: Path) 
         assert (await served.http.post("/v1/completions", json=BODY)).status_code == 401
 
 
+async def test_a_key_that_stays_keeps_its_tenant(model: Path, tmp_path: Path) -> None:
+    """Otherwise the second key would see the traces and sessions of the first one."""
+    keys = FileItems.read(mount(tmp_path, "..1", "first,second"))
+    async with serving(model, FakeScheduler(), api_keys=keys) as served:
+        access = served.gateway.parts.options.access
+
+        async def tenant(key: str) -> str:
+            return (await access.authenticate(f"Bearer {key}")).caller_id
+
+        assert (await tenant("first"), await tenant("second")) == ("key-1", "key-2")
+        mount(tmp_path, "..2", "third,second")
+        await becomes(served, "first", 401)
+        assert (await tenant("third"), await tenant("second")) == ("key-3", "key-2")
+
+
 async def test_a_damaged_file_changes_nothing(
     model: Path, tmp_path: Path, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
 ) -> None:

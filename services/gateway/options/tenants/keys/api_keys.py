@@ -1,5 +1,6 @@
 """The API keys of tenants, from the settings and from a store of keys."""
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 
@@ -27,15 +28,25 @@ class ApiKeys(Access):
         share_cache: bool = False,
         unix_seconds: Callable[[], float] = time.time,
     ) -> None:
-        super().__init__(_tenants(plain, share_cache=share_cache))
+        super().__init__()
         self._share_cache = share_cache
+        self._numbers = itertools.count(1)
+        self._plain: dict[str, Caller] = {}
+        self.set_plain(plain)
         self._store = store
         self._unix_seconds = unix_seconds
         self.needs_key = bool(plain) or store is not None
 
     def set_plain(self, plain: Sequence[str]) -> None:
-        """Replaces the plain keys. A tenant is the place of its key in the list."""
-        self.set_keys(_tenants(plain, share_cache=self._share_cache))
+        """Replaces the plain keys. A key that stays keeps its tenant. The number of a removed key's
+        tenant is not used again, because traces and sessions of the tenant may still exist.
+        """
+        self._plain = {key: self._plain.get(key) or self._new_tenant() for key in plain}
+        self.set_keys(self._plain)
+
+    def _new_tenant(self) -> Tenant:
+        name = f"key-{next(self._numbers)}"
+        return Tenant(name, cache_salt="" if self._share_cache else name)
 
     async def authenticate(self, authorization: str) -> Caller:
         """Returns the caller of a request. A key that is not in memory is looked up in the
@@ -86,8 +97,3 @@ class ApiKeys(Access):
                 raise Unauthenticated(
                     f"this API key expired at {expired}", reason="EXPIRED_API_KEY"
                 )
-
-
-def _tenants(plain: Sequence[str], *, share_cache: bool) -> dict[str, Caller]:
-    names = ((f"key-{number}", key) for number, key in enumerate(plain, start=1))
-    return {key: Tenant(name, cache_salt="" if share_cache else name) for name, key in names}
