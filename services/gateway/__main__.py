@@ -137,6 +137,7 @@ class Gateway:
         models. Raises SettingError if settings conflict.
         """
         settings.require_admin_key()
+        settings.require_tool_call_parser()
         self._settings = settings
         labels = {"model_name": settings.model_name} if further else None
         self.parts = Parts(settings, tokenizer, tracing, tls, internal_tls, meter, labels=labels)
@@ -152,7 +153,6 @@ class Gateway:
             for option, of_first in zip(parts.options, self.parts.options, strict=True):
                 option.join(of_first)
         for parts in self.models:
-            parts.settings.require_tool_call_parser()
             parts.join([other for other in self.models if other is not parts])
         self.fleet = self.parts.fleet
         self.membership = self.parts.membership

@@ -85,7 +85,12 @@ def _model(settings: GatewaySettings, given: dict[str, Any], where: str) -> Gate
     # The first model's viewer receives the spans of other services for all models.
     defaults |= {"further_models": None, "trace_address": None}
     of_process = dataclasses.replace(settings, **defaults)
-    return with_values(of_process, entry, where)
+    model = with_values(of_process, entry, where)
+    try:
+        model.require_tool_call_parser()
+    except SettingError as error:
+        raise SettingError(f"{where.removesuffix('.')}: {error}") from error
+    return model
 
 
 def _names(settings: GatewaySettings) -> Iterable[str]:

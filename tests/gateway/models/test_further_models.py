@@ -65,6 +65,10 @@ OTHER = {"served_model_name": "other", "schedulers": ["127.0.0.1:1"]}
             r"^--further-models: \[0\]\.max_concurrent_requests must be at least 1, not 0",
         ),
         ([{**OTHER, "model": "MODEL", "max_concurrent_requests": True}], "must be a whole number"),
+        (
+            [{**OTHER, "model": "MODEL", "enable_auto_tool_choice": True}],
+            r"^--further-models: \[0\]: --enable-auto-tool-choice needs --tool-call-parser",
+        ),
         ([{"model": "MODEL", "schedulers": []}], r"\[0\]\.schedulers must be given"),
         ([{**OTHER, "model": "MODEL", "max_concurrent_requests": "x"}], "must be a whole number"),
         ([{**OTHER, "model": "MODEL"}] * 2, "two models have the name 'other'"),
