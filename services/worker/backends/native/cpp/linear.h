@@ -79,8 +79,8 @@ struct PlainPanel {
 // Multiplies rows by one panel and writes the results. `totals` [rows, PANEL_WIDTH] is scratch
 // memory. `Panel` is PlainPanel<T> or CodedPanel<T>. With LORA, leaves the products in `totals`, to
 // which adapters add, and prefetches for `lora`. Without LORA, `lora` is null.
-template <class T, class Out, class Panel, bool LORA>
-void project_panel(const Projection<T>& p, const InputRows<T>& rows, Out* output,
+template <class T, class Panel, bool LORA>
+void project_panel(const Projection<T>& p, const InputRows<T>& rows, Output output,
                    std::int64_t panel, float* totals, const LoraPanel<T>* lora) {
   using Element = typename Panel::Element;
   const PanelColumns<T> columns(p, panel);
@@ -100,7 +100,7 @@ void project_panel(const Projection<T>& p, const InputRows<T>& rows, Out* output
     const Range part{begin_of(chunk) * DEPTH, begin_of(chunk + 1) * DEPTH};
     const std::int64_t depth = part.end - part.begin;
     const Element* packed = factors.packed + part.begin * PANEL_WIDTH;
-    for_row_tiles(0, rows.count, [&]<int ROWS>(int row) {
+    for_tiles(0, rows.count, [&](int row, int tile_rows) {
       float* to = totals + (chunks == 1 && !LORA ? 0 : row * PANEL_WIDTH);
       const Prefetch prefetch =
           one_pass ? Prefetch{packed + Panel::AHEAD, STEP_BYTES}
@@ -115,73 +115,73 @@ void project_panel(const Projection<T>& p, const InputRows<T>& rows, Out* output
         lora_tiles.next(prefetch, PANEL_WIDTH * depth * sizeof(Element), list);
       }
       if (!list.is_empty()) {
-        multiply(add_product_of_list<Element, ROWS>, list);
+        multiply(ADD_PRODUCT_OF_LIST<Element>[tile_rows], list);
       } else {
-        multiply(prefetch.first == nullptr ? add_product<Element, ROWS, false>
-                                           : add_product<Element, ROWS, true>,
+        multiply((prefetch.first == nullptr ? ADD_PRODUCT<Element, false>
+                                            : ADD_PRODUCT<Element, true>)[tile_rows],
                  prefetch);
       }
       if (chunk + 1 < chunks) return;
-      factors.finish(row, ROWS, to);
+      factors.finish(row, tile_rows, to);
       if (LORA) return;
-      write_rows(p, to, ROWS, columns.first, columns.width, output + row * columns.width);
+      write_rows(p, to, tile_rows, columns.first, columns.width, output.from(row * columns.width));
     });
   }
 }
 
 // The functions that multiply rows by one panel, and up to MAX_PAIR_ROWS rows by two adjacent
 // panels. `pair` is null if only one panel is multiplied at a time.
-template <class T, class Out>
+template <class T>
 struct PanelFunctions {
-  using Function = decltype(&project_panel<T, Out, PlainPanel<T>, false>);
+  using Function = decltype(&project_panel<T, PlainPanel<T>, false>);
 
   Function one;
   Function pair;
 };
 
-template <class T, class Out, WeightFormat FORMAT>
-PanelFunctions<T, Out> quantized_functions() {
+template <class T, WeightFormat FORMAT>
+PanelFunctions<T> quantized_functions() {
   if constexpr (MAX_PAIR_ROWS > 0) {
-    return {project_quantized_panel<T, Out, FORMAT>, project_quantized_pair<T, Out, FORMAT>};
+    return {project_quantized_panel<T, FORMAT>, project_quantized_pair<T, FORMAT>};
   } else {
-    return {project_quantized_panel<T, Out, FORMAT>, nullptr};
+    return {project_quantized_panel<T, FORMAT>, nullptr};
   }
 }
 
 // The functions that multiply with tiles. For LORA see project_panel.
-template <class T, class Out, bool LORA>
-PanelFunctions<T, Out> tile_functions(WeightFormat format) {
+template <class T, bool LORA>
+PanelFunctions<T> tile_functions(WeightFormat format) {
   switch (format) {
     case WeightFormat::INT8:
-      return {project_quantized_in_tiles<T, Out, WeightFormat::INT8>, nullptr};
+      return {project_quantized_in_tiles<T, WeightFormat::INT8>, nullptr};
     case WeightFormat::INT4:
-      return {project_quantized_in_tiles<T, Out, WeightFormat::INT4>, nullptr};
+      return {project_quantized_in_tiles<T, WeightFormat::INT4>, nullptr};
     case WeightFormat::FP8:
-      return {project_quantized_in_tiles<T, Out, WeightFormat::FP8>, nullptr};
+      return {project_quantized_in_tiles<T, WeightFormat::FP8>, nullptr};
     case WeightFormat::W8A8:
-      return {project_panel_in_tiles<T, Out, CodedPanel<T>, LORA>, nullptr};
+      return {project_panel_in_tiles<T, CodedPanel<T>, LORA>, nullptr};
     default:
-      return {project_panel_in_tiles<T, Out, PlainPanel<T>, LORA>, nullptr};
+      return {project_panel_in_tiles<T, PlainPanel<T>, LORA>, nullptr};
   }
 }
 
 // For LORA see project_panel.
-template <class T, class Out, bool LORA>
-PanelFunctions<T, Out> panel_functions(const Projection<T>& p, std::int64_t rows) {
+template <class T, bool LORA>
+PanelFunctions<T> panel_functions(const Projection<T>& p, std::int64_t rows) {
   if constexpr (SUMS_LIKE_TILES<T>) {
-    if (uses_tiles(p, rows)) return tile_functions<T, Out, LORA>(p.format);
+    if (uses_tiles(p, rows)) return tile_functions<T, LORA>(p.format);
   }
   switch (p.format) {
     case WeightFormat::INT8:
-      return quantized_functions<T, Out, WeightFormat::INT8>();
+      return quantized_functions<T, WeightFormat::INT8>();
     case WeightFormat::INT4:
-      return quantized_functions<T, Out, WeightFormat::INT4>();
+      return quantized_functions<T, WeightFormat::INT4>();
     case WeightFormat::FP8:
-      return quantized_functions<T, Out, WeightFormat::FP8>();
+      return quantized_functions<T, WeightFormat::FP8>();
     case WeightFormat::W8A8:
-      return {project_panel<T, Out, CodedPanel<T>, LORA>, nullptr};
+      return {project_panel<T, CodedPanel<T>, LORA>, nullptr};
     default:
-      return {project_panel<T, Out, PlainPanel<T>, LORA>, nullptr};
+      return {project_panel<T, PlainPanel<T>, LORA>, nullptr};
   }
 }
 
@@ -271,24 +271,23 @@ double projection_work(const Projection<T>& p, std::int64_t rows) {
 }
 
 // Maps input [rows, depth] to output [rows, columns], or [rows, columns / 2] if the projection is
-// gated. Every thread of the team must call this function, and computes a part. `Out` is T, or
-// float for unrounded results.
-template <class T, class Out>
-[[gnu::noinline]] void project(const Projection<T>& p, const T* input, Out* output,
+// gated. Every thread of the team must call this function, and computes a part.
+template <class T>
+[[gnu::noinline]] void project(const Projection<T>& p, const T* input, Output output,
                                std::int64_t rows, Team team) {
   const Blocks<T> blocks(p, rows);
-  const PanelFunctions<T, Out> functions = panel_functions<T, Out, false>(p, rows);
+  const PanelFunctions<T> functions = panel_functions<T, false>(p, rows);
   alignas(64) float totals[TOTAL_ROWS * PANEL_WIDTH];
   WorkItems items(team, blocks.count * blocks.panels);
   InputRows<T> near{};
   std::int64_t block = -1;
-  Out* to = nullptr;
+  Output to = output;
   for (std::int64_t item; (item = items.next()) >= 0;) {
     if (item / blocks.panels != block) {
       block = item / blocks.panels;
       const Range own = blocks.rows_of(block);
       near = blocks.near(input, own);
-      to = output + own.begin * p.output_width();
+      to = output.from(own.begin * p.output_width());
     }
     const std::int64_t panel = item % blocks.panels * blocks.at_once;
     (blocks.is_pair(panel) ? functions.pair : functions.one)(p, near, to, panel, totals, nullptr);

@@ -181,6 +181,9 @@ void add_tile(const ExpandTile<T>& tile, const PanelRun& run) {
   }
 }
 
+template <class T, bool PREFETCH>
+constexpr auto ADD_TILE = functions_by_rows([]<int ROWS>() { return add_tile<T, ROWS, PREFETCH>; });
+
 }  // namespace
 
 // What adapters add to a block of rows. Which rows are multiplied together is determined once for
@@ -206,8 +209,8 @@ class BlockDelta {
       if (begin == end) continue;
       adapters_.push_back(&p);
       const T* inside = delta.inside + (begin - step.rows) * step.width;
-      for_row_tiles(0, int(end - begin), [&]<int ROWS>(int i) {
-        const auto add = prefetches ? add_tile<T, ROWS, true> : add_tile<T, ROWS, false>;
+      for_tiles(0, int(end - begin), [&](int i, int rows) {
+        const auto add = (prefetches ? ADD_TILE<T, true> : ADD_TILE<T, false>)[rows];
         tiles_.push_back({&p, begin + i, inside + i * step.width, step.width, add});
       });
     }

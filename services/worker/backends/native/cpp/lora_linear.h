@@ -29,12 +29,12 @@ std::int64_t items_of_run(const Blocks<T>& blocks, std::int64_t items_of_thread)
 // Computes `project` with adapters. `delta`: the adapters, with the results of `shrink` in
 // `inside`. `ahead`: A matrices to prefetch during the projection, or null. Adapters add to several
 // panels together. This is a separate function, so that `project` does not become slower.
-template <class T, class Out>
-[[gnu::noinline]] void project_and_add(const Projection<T>& p, const T* input, Out* output,
+template <class T>
+[[gnu::noinline]] void project_and_add(const Projection<T>& p, const T* input, Output output,
                                        std::int64_t rows, Team team, const LoraDelta<T>& delta,
                                        LoraReadAhead<T>* ahead = nullptr) {
   const Blocks<T> blocks(p, rows);
-  const PanelFunctions<T, Out> functions = panel_functions<T, Out, true>(p, rows);
+  const PanelFunctions<T> functions = panel_functions<T, true>(p, rows);
   const std::int64_t items_of_thread = divide_up(blocks.count * blocks.panels, team.size);
   const std::int64_t most = items_of_run(blocks, items_of_thread);
   alignas(64) float totals[TOTAL_ROWS * PANEL_WIDTH];
@@ -42,13 +42,13 @@ template <class T, class Out>
   InputRows<T> near{};
   BlockDelta<T> added;
   std::int64_t block = -1, left = items_of_thread;
-  Out* to = nullptr;
+  Output to = output;
   for (Range taken; (taken = items.next(most, blocks.panels)).begin < taken.end;) {
     if (taken.begin / blocks.panels != block) {
       block = taken.begin / blocks.panels;
       const Range own = blocks.rows_of(block);
       near = blocks.near(input, own);
-      to = output + own.begin * p.output_width();
+      to = output.from(own.begin * p.output_width());
       added.begin(delta, own.begin, near.count, p.is_unpacked() || near.count <= MAX_TILE_ROWS);
     }
     const std::int64_t first = taken.begin % blocks.panels * blocks.at_once;

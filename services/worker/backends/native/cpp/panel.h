@@ -7,7 +7,10 @@
 
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <type_traits>
+#include <utility>
 
 #include "panel_ops.h"
 #include "rounding.h"
@@ -231,6 +234,27 @@ inline void for_row_tiles(int begin, int end, Work&& work) {
   if constexpr (ROWS > 1) {
     if (begin < end) for_row_tiles<ROWS - 1>(begin, end, work);
   }
+}
+
+// Like for_row_tiles, but calls work(first row, number of rows), which is compiled only once.
+template <class Work>
+inline void for_tiles(int begin, int end, Work&& work) {
+  while (begin < end) {
+    const int left = end - begin;
+    const int rows = has_short_tile(left) ? SHORT_TILE_ROWS : std::min(left, MAX_TILE_ROWS);
+    work(begin, rows);
+    begin += rows;
+  }
+}
+
+// Functions for tiles, as an array that is indexed by the number of rows, from 1 to MAX_TILE_ROWS:
+// the results of get.template operator()<ROWS>().
+template <class Get>
+constexpr auto functions_by_rows(Get get) {
+  using Function = decltype(get.template operator()<1>());
+  return [&]<int... ROWS>(std::integer_sequence<int, ROWS...>) {
+    return std::array<Function, MAX_TILE_ROWS + 1>{nullptr, get.template operator()<ROWS + 1>()...};
+  }(std::make_integer_sequence<int, MAX_TILE_ROWS>());
 }
 
 // Transposes a matrix of 16 x 16 words of 32 bits. Rows of `from` are `stride` bytes apart, rows of

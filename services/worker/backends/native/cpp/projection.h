@@ -63,6 +63,24 @@ struct Projection {
   char* panel_of(std::int64_t panel) const { return packed + panel * panel_bytes(); }
 };
 
+// The results of a projection: elements of its type, or unrounded floats. The functions that
+// multiply are compiled once for both.
+struct Output {
+  template <class Element>
+  Output(Element* elements)
+      : first(reinterpret_cast<char*>(elements)), element_bytes(sizeof(Element)) {}
+
+  // The results from element number `index` on.
+  Output from(std::int64_t index) const {
+    Output rest = *this;
+    rest.first += index * element_bytes;
+    return rest;
+  }
+
+  char* first;
+  std::int64_t element_bytes;
+};
+
 namespace {  // Internal, so that functions with one caller are inlined.
 
 constexpr std::int64_t BLOCK_BYTES = 512 * 1024;
@@ -106,11 +124,10 @@ Vector bias_of(const T* bias, std::int64_t first, std::int64_t count) {
   return bias == nullptr ? Vector{} : load_partial(bias + first, int(count));
 }
 
-// Writes a panel's totals [rows, PANEL_WIDTH], gated if the projection is gated, to the output's
-// columns from `first` on. Masked stores are used only for the last, incomplete panel.
-template <class T, class Out>
-__attribute__((noinline)) void write_rows(const Projection<T>& p, const float* total, int rows,
-                                          std::int64_t first, std::int64_t width, Out* output) {
+template <class T, class Element>
+__attribute__((noinline)) void write_elements(const Projection<T>& p, const float* total, int rows,
+                                              std::int64_t first, std::int64_t width,
+                                              Element* output) {
   const int count = int(std::min<std::int64_t>(width - first, PANEL_WIDTH));
   const bool gated = p.is_gated();
   const bool whole = count >= (gated ? LANES : PANEL_WIDTH);
@@ -126,6 +143,18 @@ __attribute__((noinline)) void write_rows(const Projection<T>& p, const float* t
       store_partial(output, left, count);
       if (!gated) store_partial(output + LANES, right, count - LANES);
     }
+  }
+}
+
+// Writes a panel's totals [rows, PANEL_WIDTH], gated if the projection is gated, to the output's
+// columns from `first` on. Masked stores are used only for the last, incomplete panel.
+template <class T>
+void write_rows(const Projection<T>& p, const float* total, int rows, std::int64_t first,
+                std::int64_t width, Output output) {
+  if (output.element_bytes == sizeof(T)) {
+    write_elements(p, total, rows, first, width, reinterpret_cast<T*>(output.first));
+  } else {
+    write_elements(p, total, rows, first, width, reinterpret_cast<float*>(output.first));
   }
 }
 
@@ -201,6 +230,10 @@ __attribute__((noinline, aligned(64))) void add_product(const float* from, std::
   store_totals(total, to);
 }
 
+template <class T, bool PREFETCH>
+constexpr auto ADD_PRODUCT =
+    functions_by_rows([]<int ROWS>() { return add_product<T, ROWS, PREFETCH>; });
+
 // Like add_product, but prefetches a list of pieces, which is not empty.
 template <class T, int ROWS>
 __attribute__((noinline)) void add_product_of_list(const float* from, std::int64_t from_stride,
@@ -220,6 +253,10 @@ __attribute__((noinline)) void add_product_of_list(const float* from, std::int64
   }
   store_totals(total, to);
 }
+
+template <class T>
+constexpr auto ADD_PRODUCT_OF_LIST =
+    functions_by_rows([]<int ROWS>() { return add_product_of_list<T, ROWS>; });
 
 // The output columns of a panel's totals, from `first` on. The output has `width` columns. `bias`
 // has a number for each column of the panel.

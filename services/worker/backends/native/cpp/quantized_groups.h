@@ -108,6 +108,10 @@ __attribute__((noinline)) void add_codes(const Groups groups, float* totals, con
   }
 }
 
+template <class T, WeightFormat FORMAT>
+constexpr auto ADD_CODES =
+    functions_by_rows([]<int ROWS>() { return add_codes<T, FORMAT, ROWS, 1>; });
+
 // Steps in a pass of add_groups' loop. With AVX-512, a single step takes 1 % longer for groups of
 // 64. With AVX2, two steps need more registers than there are.
 #ifdef __AVX512F__
@@ -268,6 +272,10 @@ __attribute__((noinline, aligned(64))) void add_groups(const PieceGroups& groups
     }
   } while (--left > 0);
 }
+
+template <class T, bool PREFETCH>
+constexpr auto ADD_GROUPS =
+    functions_by_rows([]<int ROWS>() { return add_groups<T, ROWS, PREFETCH, UnpackedColumns<T>>; });
 
 }  // namespace
 

@@ -78,9 +78,9 @@ void begin_totals(const PanelColumns<T>& columns, int rows, float* totals) {
 }
 
 // Multiplies rows by one panel and writes the results; see project_panel.
-template <class T, class Out, WeightFormat FORMAT>
+template <class T, WeightFormat FORMAT>
 __attribute__((noinline)) void project_quantized_panel(const Projection<T>& p,
-                                                       const InputRows<T>& rows, Out* output,
+                                                       const InputRows<T>& rows, Output output,
                                                        std::int64_t panel, float* totals,
                                                        const LoraPanel<T>* lora) {
   constexpr std::int64_t CHUNK = CHUNK_BYTES / (PANEL_WIDTH * sizeof(T));
@@ -97,48 +97,41 @@ __attribute__((noinline)) void project_quantized_panel(const Projection<T>& p,
     const T* tile = rows.first + row * rows.stride;
     if (p.has_offsets) add_offsets(tile, rows.stride, count, groups, to);
     if (lora != nullptr) return;
-    write_rows(p, to, count, columns.first, columns.width, output + row * columns.width);
+    write_rows(p, to, count, columns.first, columns.width, output.from(row * columns.width));
   };
   if (rows.count <= MAX_TILE_ROWS) {
     begin_totals(columns, rows.count, totals);
-    for_row_tiles(0, rows.count, [&]<int ROWS>(int row) {
-      add_codes<T, FORMAT, ROWS, 1>(groups, all.from(row).totals, rows.first + row * rows.stride,
-                                    rows.stride);
-      finish(row, ROWS);
-    });
+    ADD_CODES<T, FORMAT>[rows.count](groups, totals, rows.first, rows.stride);
+    finish(0, rows.count);
   } else {
-    const auto multiply_pieces = [&]<int FIRST>() {
-      for_pieces(groups, CHUNK, [&](const Piece& piece) {
-        const T* input = rows.first + piece.group * groups.depth + piece.done;
-        const char* codes = groups.codes(piece.group) + code_bytes(FORMAT, piece.done);
-        add_groups<T, FIRST, false>(
-            PieceGroups(p, piece, groups, columns.bias, all), input, rows.stride,
-            UnpackingColumns<T, FORMAT>(codes, groups.offset_of_codes, unpacked), {});
-        if (piece.ends_panel) finish(0, FIRST);
-        for_row_tiles(FIRST, rows.count, [&]<int ROWS>(int row) {
-          const Prefetch prefetch =
-              prefetch_of_codes<T, FORMAT>(piece, groups, rows.count - row, rows.count - FIRST);
-          const auto add = prefetch.first == nullptr
-                               ? add_groups<T, ROWS, false, UnpackedColumns<T>>
-                               : add_groups<T, ROWS, true, UnpackedColumns<T>>;
-          add(PieceGroups(p, piece, groups, columns.bias, totals_of(row)),
-              input + row * rows.stride, rows.stride, UnpackedColumns<T>(unpacked), prefetch);
-          if (piece.ends_panel) finish(row, ROWS);
-        });
+    const bool is_short = has_short_tile(rows.count);
+    const int first = is_short ? SHORT_TILE_ROWS : MAX_TILE_ROWS;
+    using Unpacking = UnpackingColumns<T, FORMAT>;
+    const auto add_first = is_short ? add_groups<T, SHORT_TILE_ROWS, false, Unpacking>
+                                    : add_groups<T, MAX_TILE_ROWS, false, Unpacking>;
+    for_pieces(groups, CHUNK, [&](const Piece& piece) {
+      const T* input = rows.first + piece.group * groups.depth + piece.done;
+      const char* codes = groups.codes(piece.group) + code_bytes(FORMAT, piece.done);
+      add_first(PieceGroups(p, piece, groups, columns.bias, all), input, rows.stride,
+                Unpacking(codes, groups.offset_of_codes, unpacked), {});
+      if (piece.ends_panel) finish(0, first);
+      for_tiles(first, rows.count, [&](int row, int tile_rows) {
+        const Prefetch prefetch =
+            prefetch_of_codes<T, FORMAT>(piece, groups, rows.count - row, rows.count - first);
+        const auto add =
+            (prefetch.first == nullptr ? ADD_GROUPS<T, false> : ADD_GROUPS<T, true>)[tile_rows];
+        add(PieceGroups(p, piece, groups, columns.bias, totals_of(row)), input + row * rows.stride,
+            rows.stride, UnpackedColumns<T>(unpacked), prefetch);
+        if (piece.ends_panel) finish(row, tile_rows);
       });
-    };
-    if (has_short_tile(rows.count)) {
-      multiply_pieces.template operator()<SHORT_TILE_ROWS>();
-    } else {
-      multiply_pieces.template operator()<MAX_TILE_ROWS>();
-    }
+    });
   }
 }
 
 // Multiplies up to MAX_PAIR_ROWS rows by two adjacent panels, and writes the results.
-template <class T, class Out, WeightFormat FORMAT>
+template <class T, WeightFormat FORMAT>
 __attribute__((noinline)) void project_quantized_pair(const Projection<T>& p,
-                                                      const InputRows<T>& rows, Out* output,
+                                                      const InputRows<T>& rows, Output output,
                                                       std::int64_t first, float* totals,
                                                       const LoraPanel<T>* lora) {
   const PanelColumns<T> columns[] = {{p, first}, {p, first + 1}};

@@ -130,8 +130,8 @@ inline Prefetch prefetch_of_rows(const char* chunk, std::int64_t count, int row,
 }
 
 // Does the same as project_panel, with tiles. `totals` has room for whole tiles of rows.
-template <class T, class Out, class Panel, bool LORA>
-void project_panel_in_tiles(const Projection<T>& p, const InputRows<T>& rows, Out* output,
+template <class T, class Panel, bool LORA>
+void project_panel_in_tiles(const Projection<T>& p, const InputRows<T>& rows, Output output,
                             std::int64_t panel, float* totals, const LoraPanel<T>*) {
   using Element = typename Panel::Element;
   const PanelColumns<T> columns(p, panel);
@@ -153,7 +153,7 @@ void project_panel_in_tiles(const Projection<T>& p, const InputRows<T>& rows, Ou
       const int finished = std::min(rows.count - row, PAIR_ROWS);
       factors.finish(row, finished, to);
       if (LORA) continue;
-      write_rows(p, to, finished, columns.first, columns.width, output + row * columns.width);
+      write_rows(p, to, finished, columns.first, columns.width, output.from(row * columns.width));
     }
   }
 }
@@ -175,9 +175,9 @@ void unpack(const Groups& groups, const Piece& piece, T* unpacked) {
 }
 
 // Does the same as project_quantized_panel, with tiles.
-template <class T, class Out, WeightFormat FORMAT>
+template <class T, WeightFormat FORMAT>
 __attribute__((noinline)) void project_quantized_in_tiles(const Projection<T>& p,
-                                                          const InputRows<T>& rows, Out* output,
+                                                          const InputRows<T>& rows, Output output,
                                                           std::int64_t panel, float* totals,
                                                           const LoraPanel<T>* lora) {
   constexpr std::int64_t CHUNK = CHUNK_TILES * TILE_DEPTH<T>;
