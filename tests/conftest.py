@@ -47,16 +47,15 @@ LONG_FILES = (
     "tests/worker/unit/test_xformers_kernels.py",
     "tests/parity/test_greedy_parity.py",
     "tests/parity/test_exact_logits.py",
+    "tests/conformance/test_recordings.py",
     "tests/parity/parallel/test_services_parity.py",
     "tests/parity/parallel/test_pipeline_parity.py",
     "tests/parity/test_offloading_parity.py",
     "tests/simulation/test_explore.py",
     "tests/parity/test_draft_model_parity.py",
     "tests/parity/test_speculation_parity.py",
-    "tests/conformance/test_recordings.py",
     "tests/parity/test_hybrid_parity.py",
     "tests/parity/test_random_schedules.py",
-    "tests/conformance/test_replayed_logs.py",
     "tests/worlds/test_worlds.py",
 )
 """The slowest files that only compute. They run first, so that all processes end together."""
