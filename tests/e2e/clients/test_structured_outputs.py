@@ -21,6 +21,8 @@ from tests.structured_forms import FORMS, PERSON
 
 PROMPT = "class Point:"
 MAX_TOKENS = 400
+BESIDE_TOKENS = 200
+"""The limit of answers that are compared with the same answers alone."""
 FLAGS = ("--num-blocks", "64", "--max-model-len", "512", "--dtype", "float32")
 PREEMPTIONS = re.compile(r"^vllm:num_preemptions_total\{.*\} (\d+)", re.MULTILINE)
 
@@ -104,10 +106,10 @@ async def test_preempted_and_beside_others_each_answer_is_the_one_that_it_is_alo
     http: httpx.AsyncClient,
 ) -> None:
     wanted = [
-        body(seed, structured_outputs=FORMS[name].sent)
+        body(seed, max_tokens=BESIDE_TOKENS, structured_outputs=FORMS[name].sent)
         for seed, name in enumerate([*FORMS, "person", "person", "person"])
     ]
-    wanted += [body(seed, max_tokens=200, ignore_eos=True) for seed in range(8)]
+    wanted += [body(seed, max_tokens=BESIDE_TOKENS, ignore_eos=True) for seed in range(8)]
     alone = [await ask(http, one) for one in wanted]
     before = await preemptions(http)
     together = await asyncio.gather(*(ask(http, one) for one in wanted))
@@ -121,8 +123,9 @@ async def test_preempted_and_beside_others_each_answer_is_the_one_that_it_is_alo
 async def test_answers_go_on_when_a_service_is_killed(
     service: str, demo: Stack, http: httpx.AsyncClient
 ) -> None:
-    wanted = [body(seed, structured_outputs=FORMS["person"].sent) for seed in range(6)]
-    wanted += [body(6, max_tokens=200, ignore_eos=True)]
+    person = {"max_tokens": BESIDE_TOKENS, "structured_outputs": FORMS["person"].sent}
+    wanted = [body(seed, **person) for seed in range(6)]
+    wanted += [body(6, max_tokens=BESIDE_TOKENS, ignore_eos=True)]
     alone = [await ask(http, one) for one in wanted]
     pid, hit = demo.pids()[service], False
 
@@ -139,7 +142,8 @@ async def test_answers_go_on_when_a_service_is_killed(
 
 
 async def test_answers_go_on_at_another_replica(demo_replicas: Stack) -> None:
-    wanted = [body(seed, structured_outputs=FORMS["person"].sent) for seed in range(6)]
+    person = {"max_tokens": BESIDE_TOKENS, "structured_outputs": FORMS["person"].sent}
+    wanted = [body(seed, **person) for seed in range(6)]
     pid, hit = demo_replicas.pids()["scheduler-0"], False
 
     def on_piece(number: int) -> None:

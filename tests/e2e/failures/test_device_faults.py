@@ -32,9 +32,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("faults", "num_losses"),
     [
-        ("at step 20: hang 1 s; at step 40: slow 5x for 1 s", 0),
+        ("at step 20: hang 1 s; at step 30: slow 5x for 1 s; at step 45: exit", 1),
         ("at step 30: refuse memory; at step 60: hang", 2),
-        ("rank 1 at step 20: fail; rank 0 at step 45: exit", 2),
+        ("rank 1 at step 40: fail", 1),
     ],
 )
 async def test_answers_are_complete(directory: Path, faults: str, num_losses: int) -> None:
@@ -52,6 +52,7 @@ async def test_answers_are_complete(directory: Path, faults: str, num_losses: in
             assert answer.token_ids == ORACLE.continuation(prompt, NUM_TOKENS)
         text = http_get(f"{stack.url}/metrics").text
         losses = re.findall(r'^stepwell_recoveries_total{.*?lost="workers?".*?} (\S+)$', text, re.M)
+        num_lost = sum(map(float, losses))
         # A rank that restarts may be lost again while the other rank still recovers.
-        assert min(sum(map(float, losses)), 2) == num_losses
+        assert num_lost == num_losses or (num_lost > num_losses and num_ranks > 1)
         stack.wait_until_nothing_is_held()
