@@ -1,6 +1,6 @@
-"""All features together: seeded requests with structured outputs, drafts and an adapter, on 4-bit
-weights and two ranks that compare their tokens at every step. Each answer must equal the answer to
-the same request sent alone to one rank without drafts.
+"""All features together: seeded requests with structured outputs, drafts from suffix trees and an
+adapter, on 4-bit weights and two ranks that compare their tokens at every step. Each answer must
+equal the answer to the same request sent alone to one rank without drafts.
 """
 
 import asyncio
@@ -19,13 +19,14 @@ import pytest
 from tests.e2e.stack import Stack
 from tests.e2e.tiny import save_servable_model
 from tests.lora_adapters import CONFIGS, save_adapter
-from tests.plain_http import async_http_client, http_get
+from tests.plain_http import async_http_client, http_get, http_post
 from tests.quantized_checkpoints import FORMATS, save_quantized
 from tests.structured_forms import FORMS
 
 NAME = "everywhere"
-SPECULATION = '{"num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}'
+SPECULATION = '{"method": "suffix", "num_speculative_tokens": 5, "num_rows": 0}'
 PIECES_BEFORE_KILL = 5
+NUM_TOKENS = 60
 COUNTER = r"^vllm:{}_total{{(?![^}}]*position)[^}}]*}} (\S+)$"
 
 
@@ -118,3 +119,19 @@ async def test_when_a_service_is_killed(composed: Composed, victim: str) -> None
     pid = composed.stack.pids()[victim]
     assert await answered(composed.stack, requests(), victim) == composed.alone
     composed.stack.wait_until_back(victim, pid)
+
+
+def test_answers_of_another_salt_serve_no_drafts(composed: Composed) -> None:
+    body = {"model": composed.stack.model, "prompt": "one two three four", "temperature": 0}
+    accepted, texts = [], set()
+    for salt in ("ann", "ben", "ann"):
+        before = composed.count("spec_decode_num_accepted_tokens")
+        changes = {"cache_salt": salt, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+        answer = http_post(f"{composed.stack.url}/v1/completions", json=body | changes, timeout=60)
+        assert answer.status_code == 200, answer.text
+        texts.add(answer.json()["choices"][0]["text"])
+        accepted.append(composed.count("spec_decode_num_accepted_tokens") - before)
+    assert len(texts) == 1
+    first, other, again = accepted
+    assert other < first + NUM_TOKENS / 6
+    assert again > first + NUM_TOKENS / 3
