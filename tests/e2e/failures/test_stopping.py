@@ -1,6 +1,5 @@
-"""How `stepwell up` ends."""
+"""How `stepwell up` ends. tests/e2e/replicas/test_pipeline_parallel.py tests SIGTERM under load."""
 
-import asyncio
 import os
 import signal
 import socket
@@ -10,18 +9,12 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import grpc
 import httpx
 import pytest
 
 from tests.e2e.conftest import TinyModel
-from tests.e2e.inference import Answer, connect, generate, request
-from tests.e2e.prompts import PROMPTS
-from tests.e2e.stack import ROOT, SERVICES, Stack, wait_for
+from tests.e2e.stack import ROOT, Stack, wait_for
 from tests.plain_http import http_get
-
-NUM_TOKENS = 600
-"""The length of an answer, so that the signal arrives long before the answer's end."""
 
 
 @pytest.fixture
@@ -31,53 +24,8 @@ def temporary() -> Iterator[Path]:
         yield Path(directory)
 
 
-def entries(directory: Path) -> list[Path]:
-    return list(directory.iterdir())
-
-
 def exists(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
-
-
-async def test_sigterm_under_load_ends_everything_in_order(
-    tiny_model: TinyModel, temporary: Path
-) -> None:
-    stack = Stack(tiny_model.directory, environ={"TMPDIR": str(temporary)})
-    assert len(entries(temporary)) == 1
-    pids = stack.pids()
-    assert set(pids) == set(SERVICES)
-    begun = asyncio.Semaphore(0)
-
-    async def client(prompt: list[int]) -> Answer | grpc.aio.AioRpcError:
-        async with connect(stack.grpc) as stub:
-            try:
-                return await generate(stub, request(prompt, NUM_TOKENS), lambda _: begun.release())
-            except grpc.aio.AioRpcError as error:
-                return error
-
-    try:
-        clients = [asyncio.create_task(client(prompt)) for prompt in PROMPTS[:8]]
-        async with asyncio.timeout(60):
-            for _ in clients:
-                await begun.acquire()
-
-        stack.terminate()
-        status = await asyncio.to_thread(stack.wait, 60)
-
-        assert status == 0, stack.output
-        assert not any(map(exists, pids.values()))
-        assert entries(temporary) == []
-        stops = [line.split()[-1] for line in stack.output if "| stopping " in line]
-        assert stops[:2] == ["gateway", "scheduler"]
-        assert not any("is killed" in line or "Traceback" in line for line in stack.output)
-        for answer in await asyncio.gather(*clients):
-            # The request did not finish before the services ended.
-            if isinstance(answer, grpc.aio.AioRpcError):
-                assert answer.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-            else:
-                assert len(answer.token_ids) == NUM_TOKENS
-    finally:
-        stack.close()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")

@@ -7,6 +7,7 @@ import asyncio
 import os
 import re
 import signal
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial
@@ -21,7 +22,7 @@ from tests.e2e.conftest import TinyModel
 from tests.e2e.inference import Answer, generate_all, request
 from tests.e2e.otlp_receiver import OtlpReceiver, ReceivedSpan
 from tests.e2e.prompts import PROMPTS
-from tests.e2e.stack import Stack, wait_for
+from tests.e2e.stack import SERVICES, Stack, wait_for
 from tests.e2e.tiny import greedy, save_tokenizer
 from tests.plain_http import http_get, http_post
 from tests.tiny_models import edit_config, save_tiny_model
@@ -41,7 +42,14 @@ def deep_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 
 @pytest.fixture(scope="module")
-def staged(deep_model: TinyModel, receiver: OtlpReceiver) -> Iterator[Stack]:
+def temporary() -> Iterator[Path]:
+    """A directory for sockets, whose paths are limited to 107 bytes."""
+    with tempfile.TemporaryDirectory() as directory:
+        yield Path(directory)
+
+
+@pytest.fixture(scope="module")
+def staged(deep_model: TinyModel, receiver: OtlpReceiver, temporary: Path) -> Iterator[Stack]:
     """All services, with two stages and a host-memory tier for all offloaded blocks."""
     stack = Stack(
         deep_model.directory,
@@ -50,7 +58,7 @@ def staged(deep_model: TinyModel, receiver: OtlpReceiver) -> Iterator[Stack]:
         *("--max-num-batched-tokens", "32", "--max-num-seqs", "16"),
         *("--otlp-endpoint", receiver.endpoint, "--trace-sample-ratio", "1"),
         *("--trace-step-sample-ratio", "1"),
-        environ={"OTEL_BSP_SCHEDULE_DELAY": "100"},
+        environ={"OTEL_BSP_SCHEDULE_DELAY": "100", "TMPDIR": str(temporary)},
     )
     yield stack
     stack.close()
@@ -214,14 +222,23 @@ async def test_stages_stay_in_step_when_their_streams_end(
     assert pids_of_stages(staged) == before
 
 
-async def test_running_requests_end_before_all_stages_stop(
-    staged: Stack, undisturbed: list[Answer]
+def test_running_requests_end_before_everything_stops_in_order(
+    staged: Stack, undisturbed: list[Answer], temporary: Path
 ) -> None:
-    """SIGTERM starts a drain: running requests finish before the stages end."""
+    """SIGTERM starts a drain: running requests finish before the services end."""
     wait_for(staged.healthy)
+    pids, num_lines = staged.pids(), len(staged.output)
+    assert len(pids) == len(SERVICES) + 1
+    assert len(list(temporary.iterdir())) == 1
 
-    drained = await answers(staged, staged.pid, signal.SIGTERM)
+    drained = asyncio.run(answers(staged, staged.pid, signal.SIGTERM))
 
     assert [a.token_ids for a in drained] == [a.token_ids for a in undisturbed]
-    assert staged.wait(15) == 0
-    assert not any("did not stop" in line for line in staged.output)
+    assert staged.wait(60) == 0
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids.values())
+    assert list(temporary.iterdir()) == []
+    lines = staged.output[num_lines:]
+    stops = [line.split()[-1] for line in lines if "| stopping " in line]
+    assert stops[:2] == ["gateway", "scheduler"]
+    wrong = ("did not stop", "is killed", "Traceback")
+    assert not [line for line in lines if any(word in line for word in wrong)]
