@@ -145,9 +145,12 @@ def demo_receiver() -> Iterator[OtlpReceiver]:
 
 @pytest.fixture(scope="package")
 def demo_stack(demo_receiver: OtlpReceiver) -> Iterator[Stack]:
-    """A stack that traces all requests."""
-    traces = ("--otlp-endpoint", demo_receiver.endpoint, "--trace-sample-ratio", "1")
-    environ = {"OTEL_BSP_SCHEDULE_DELAY": "100"}
+    """A stack that samples no request at its start. All requests count as slow, so that they are
+    traced at their end.
+    """
+    traces = ("--otlp-endpoint", demo_receiver.endpoint, "--trace-sample-ratio", "0")
+    slow = {"STEPWELL_GATEWAY_TRACE_SLOW_SECONDS": "0.0001"}
+    environ = {"OTEL_BSP_SCHEDULE_DELAY": "100", **slow}
     with closing(Stack(DEMO, *DEMO_FLAGS, *traces, environ=environ)) as stack:
         yield stack
 

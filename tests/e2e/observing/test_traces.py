@@ -158,27 +158,19 @@ async def test_an_unsampled_request_leaves_no_span(traced: Stack, receiver: Otlp
 
 
 async def test_a_slow_request_is_traced_by_all_services_though_it_was_not_sampled(
-    tiny_model: TinyModel, receiver: OtlpReceiver
+    demo_stack: Stack, demo_receiver: OtlpReceiver
 ) -> None:
-    """With this threshold every request is slow, so the gateway requests the scheduler's spans."""
-    stack = Stack(
-        tiny_model.directory,
-        *("--otlp-endpoint", receiver.endpoint, "--trace-sample-ratio", "0"),
-        environ={"OTEL_BSP_SCHEDULE_DELAY": "100", "STEPWELL_GATEWAY_TRACE_SLOW_SECONDS": "0.0001"},
-    )
-    try:
-        trace_id, header = traceparent(6, sampled=False)
-        async with connect(stack.grpc) as stub:
-            await generate(stub, request(PROMPTS[2], 5), metadata=(("traceparent", header),))
+    """Every request to this stack is slow, so the gateway requests the scheduler's spans."""
+    trace_id, header = traceparent(6, sampled=False)
+    async with connect(demo_stack.grpc) as stub:
+        await generate(stub, request(PROMPTS[2], 5), metadata=(("traceparent", header),))
 
-        def spans() -> dict[str, ReceivedSpan]:
-            return {span.name: span for span in receiver.trace(trace_id)}
+    def spans() -> dict[str, ReceivedSpan]:
+        return {span.name: span for span in demo_receiver.trace(trace_id)}
 
-        root_name = f"text_completion {stack.model}"
-        wanted = {root_name, names.SPAN_GATEWAY_ENGINE, names.SPAN_REQUEST}
-        wait_for(lambda: wanted <= spans().keys())
-        found = spans()
-        assert found[names.SPAN_REQUEST].parent_id == found[names.SPAN_GATEWAY_ENGINE].span_id
-        assert found[root_name].parent_id == CLIENT_SPAN
-    finally:
-        stack.close()
+    root_name = f"text_completion {demo_stack.model}"
+    wanted = {root_name, names.SPAN_GATEWAY_ENGINE, names.SPAN_REQUEST}
+    wait_for(lambda: wanted <= spans().keys())
+    found = spans()
+    assert found[names.SPAN_REQUEST].parent_id == found[names.SPAN_GATEWAY_ENGINE].span_id
+    assert found[root_name].parent_id == CLIENT_SPAN
