@@ -23,19 +23,22 @@ from tests.tiny_models import edit_config
 
 # The flags of each stack. The KV cache of "plain" is small and soon fully written, so that tests
 # can observe constant memory. The one of "small pool" fits about four of the sixteen sequences that
-# the tests run.
+# the tests run. The gateway of "chunks of 7" may hang for some seconds without being restarted.
 FLAGS = {
     "plain": ("--num-blocks", "1000", "--vllm-grpc-port", "0"),
-    "small pool": ("--num-blocks", "24", "--max-model-len", "256"),
-    "chunks of 7": (
-        *("--max-num-batched-tokens", "7", "--max-num-seqs", "7"),
-        *("--policy", "priority"),
-    ),
-    "speculating": (
-        *("--num-blocks", "1000", "--speculative-config"),
+    "small pool": (
+        *("--num-blocks", "24", "--max-model-len", "256", "--speculative-config"),
         '{"num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}',
     ),
+    "chunks of 7": (
+        *("--max-num-batched-tokens", "7", "--max-num-seqs", "7"),
+        *("--policy", "priority", "--liveness-timeout-seconds", "60"),
+    ),
 }
+ENVIRON = {
+    "chunks of 7": {"OTEL_BSP_SCHEDULE_DELAY": "200", "OTEL_EXPORTER_OTLP_TIMEOUT": "0.3"},
+}
+"""Variables of a stack: spans are sent after 0.2 s, and again if the gateway hangs for 0.3 s."""
 TEMPLATE = TemplateProcessing(
     single="<s> $A </s>", pair="<s> $A </s> $B:1 </s>:1", special_tokens=[("<s>", 1), ("</s>", 2)]
 )
@@ -103,7 +106,7 @@ def stack_of(tiny_model: TinyModel) -> Iterator[Callable[[str], Stack]]:
 
     def stack_of(kind: str) -> Stack:
         if kind not in running:
-            running[kind] = Stack(tiny_model.directory, *FLAGS[kind])
+            running[kind] = Stack(tiny_model.directory, *FLAGS[kind], environ=ENVIRON.get(kind))
         return running[kind]
 
     yield stack_of
@@ -157,5 +160,7 @@ def demo_stack(demo_receiver: OtlpReceiver) -> Iterator[Stack]:
 
 @pytest.fixture(scope="package")
 def demo_replicas() -> Iterator[Stack]:
-    with closing(Stack(DEMO, *DEMO_FLAGS, "--replicas", "2")) as stack:
+    """Two replicas, each with a KV cache that fits about five of the tests' requests."""
+    limits = ("--num-blocks", "64", "--max-model-len", "512", "--dtype", "float32")
+    with closing(Stack(DEMO, *DEMO_FLAGS, *limits, "--replicas", "2")) as stack:
         yield stack

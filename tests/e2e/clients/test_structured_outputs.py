@@ -7,37 +7,27 @@ import asyncio
 import json
 import re
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from tests.e2e.conftest import DEMO
-from tests.e2e.stack import ROOT, Stack
-from tests.plain_http import async_http_client
+from tests.e2e.stack import ROOT, Stack, wait_for
+from tests.plain_http import async_http_client, http_get
 from tests.structured_forms import FORMS, PERSON
 
 PROMPT = "class Point:"
 MAX_TOKENS = 400
 BESIDE_TOKENS = 200
 """The limit of answers that are compared with the same answers alone."""
-FLAGS = ("--num-blocks", "64", "--max-model-len", "512", "--dtype", "float32")
 PREEMPTIONS = re.compile(r"^vllm:num_preemptions_total\{.*\} (\d+)", re.MULTILINE)
 
 
-@pytest.fixture(scope="module")
-def demo() -> Iterator[Stack]:
-    """All services. The KV cache fits about a third of the tests' concurrent requests."""
-    stack = Stack(DEMO, *FLAGS)
-    yield stack
-    stack.close()
-
-
 @pytest.fixture
-async def http(demo: Stack) -> AsyncIterator[httpx.AsyncClient]:
-    async with async_http_client(base_url=demo.url, timeout=100) as client:
+async def http(demo_replicas: Stack) -> AsyncIterator[httpx.AsyncClient]:
+    async with async_http_client(base_url=demo_replicas.url, timeout=100) as client:
         yield client
 
 
@@ -119,57 +109,45 @@ async def test_preempted_and_beside_others_each_answer_is_the_one_that_it_is_alo
         check(name, answer)
 
 
-@pytest.mark.parametrize("service", ["worker", "scheduler"])
+@pytest.mark.parametrize("service", ["worker-0", "scheduler-0"])
 async def test_answers_go_on_when_a_service_is_killed(
-    service: str, demo: Stack, http: httpx.AsyncClient
+    service: str, demo_replicas: Stack, http: httpx.AsyncClient
 ) -> None:
+    """If the scheduler is killed, the answers go on at the other replica."""
+
+    def both_are_ready() -> bool:
+        listed = http_get(f"{demo_replicas.url}/status").json()["replicas"]
+        return [replica["ready"] for replica in listed] == [True, True]
+
+    await asyncio.to_thread(wait_for, both_are_ready)
     person = {"max_tokens": BESIDE_TOKENS, "structured_outputs": FORMS["person"].sent}
     wanted = [body(seed, **person) for seed in range(6)]
     wanted += [body(6, max_tokens=BESIDE_TOKENS, ignore_eos=True)]
     alone = [await ask(http, one) for one in wanted]
-    pid, hit = demo.pids()[service], False
+    pid, hit = demo_replicas.pids()[service], False
 
     def on_piece(number: int) -> None:
         nonlocal hit
         if number == 8 and not hit:
             hit = True
-            demo.hit(service, signal.SIGKILL)
+            demo_replicas.hit(service, signal.SIGKILL)
 
     after = await asyncio.gather(*(stream(http, one, on_piece) for one in wanted))
     assert hit
     assert [answer["text"] for answer in after] == [answer["text"] for answer in alone]
-    demo.wait_until_back(service, pid)
-
-
-async def test_answers_go_on_at_another_replica(demo_replicas: Stack) -> None:
-    person = {"max_tokens": BESIDE_TOKENS, "structured_outputs": FORMS["person"].sent}
-    wanted = [body(seed, **person) for seed in range(6)]
-    pid, hit = demo_replicas.pids()["scheduler-0"], False
-
-    def on_piece(number: int) -> None:
-        nonlocal hit
-        if number == 8 and not hit:
-            hit = True
-            demo_replicas.hit("scheduler-0")
-
-    async with async_http_client(base_url=demo_replicas.url, timeout=100) as http:
-        alone = [await ask(http, one) for one in wanted]
-        after = await asyncio.gather(*(stream(http, one, on_piece) for one in wanted))
-    demo_replicas.wait_until_back("scheduler-0", pid)
-    assert hit
-    assert [answer["text"] for answer in after] == [answer["text"] for answer in alone]
-    for answer in after:
+    demo_replicas.wait_until_back(service, pid)
+    for answer in after[:-1]:
         check("person", answer)
 
 
-async def test_openais_client_gets_what_its_response_format_asks_for(demo: Stack) -> None:
-    async with openai.AsyncOpenAI(base_url=f"{demo.url}/v1", api_key="none") as client:
+async def test_openais_client_gets_what_its_response_format_asks_for(demo_replicas: Stack) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{demo_replicas.url}/v1", api_key="none") as client:
         for response_format in (
             {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}},
             {"type": "json_object"},
         ):
             answer = await client.chat.completions.create(
-                model=demo.model,
+                model=demo_replicas.model,
                 messages=[{"role": "user", "content": "who?"}],
                 response_format=response_format,  # type: ignore[arg-type]
                 max_completion_tokens=300,
@@ -183,7 +161,7 @@ async def test_openais_client_gets_what_its_response_format_asks_for(demo: Stack
                 assert choice.message.content.startswith("{")
         with pytest.raises(openai.BadRequestError) as refused:
             await client.chat.completions.create(
-                model=demo.model,
+                model=demo_replicas.model,
                 messages=[{"role": "user", "content": "who?"}],
                 response_format={
                     "type": "json_schema",

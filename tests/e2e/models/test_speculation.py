@@ -26,7 +26,7 @@ def test_answers_with_log_probabilities_and_stop_strings_are_the_same(
     stack_of: StackOf, stack: Stack, sampling: dict[str, Any]
 ) -> None:
     whole = complete(stack, logprobs=2, **sampling)
-    speculating = complete(stack_of("speculating"), logprobs=2, **sampling)
+    speculating = complete(stack_of("small pool"), logprobs=2, **sampling)
     theirs, ours = whole.pop("logprobs"), speculating.pop("logprobs")
     assert speculating == whole
     assert ours["tokens"] == theirs["tokens"]
@@ -34,11 +34,11 @@ def test_answers_with_log_probabilities_and_stop_strings_are_the_same(
     stop = whole["text"][len(whole["text"]) // 2 :][:3]
     ended = complete(stack, stop=[stop], **sampling)
     assert ended["finish_reason"] == "stop"
-    assert complete(stack_of("speculating"), stop=[stop], **sampling) == ended
+    assert complete(stack_of("small pool"), stop=[stop], **sampling) == ended
 
 
 def test_the_counts_of_drafts_add_up(stack_of: StackOf) -> None:
-    stack = stack_of("speculating")
+    stack = stack_of("small pool")
     for _ in range(2):
         complete(stack, temperature=0)
     text = http_get(f"{stack.url}/metrics").text
