@@ -6,12 +6,16 @@ import pytest
 
 from benchmarks.accuracy.__main__ import Measures, num_equal_plans
 from benchmarks.accuracy.conversations import Conversations
-from benchmarks.accuracy.real import CLIENTS, run_conversations
+from benchmarks.accuracy.real import CLIENTS, HttpClient, run_conversations
 from benchmarks.accuracy.serving import decodings, fit_serving
 from services.cli.replay.log_file import StepLogFile
 from services.cli.settings import UpSettings
+from services.simulation.laboratory.programs import Turn
 from services.simulation.laboratory.run import Setup, simulate
 from services.worker.profiles.profile import MeasuredProfile, read_profile
+from tests.gateway.fake_scheduler import FakeScheduler
+from tests.gateway.serving import serving
+from tests.gateway.tiny_tokenizer import write_tokenizer
 
 PROFILE = """
 kv_cache_memory_bytes = 8_000_000
@@ -20,10 +24,28 @@ seconds = 0.01
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("client", CLIENTS)
+async def test_each_client_reads_tokens_cached_tokens_and_times(
+    client: str, tmp_path: Path
+) -> None:
+    fake = FakeScheduler(answer=[70, 71, 72, 73], num_cached_tokens=2)
+    async with serving(write_tokenizer(tmp_path / "tiny"), fake) as served:
+        sender = CLIENTS[client](served.base_url.removeprefix("http://"))
+        answered = [
+            await sender.send([5, 6, 7 + number], Turn(3, 4), {"job_id": "a job"})
+            for number in range(2)
+        ]
+        await sender.close()
+    for number, one in enumerate(answered):
+        assert one.prompt == (5, 6, 7 + number)
+        assert (one.token_ids, one.num_cached) == ([70, 71, 72, 73], 2)
+        assert one.sent < one.first <= one.last
+    assert answered[0].last <= answered[1].sent
+
+
+@pytest.mark.slow
 async def test_a_real_run_is_measured_replayed_and_simulated(
-    random_model: Path, tmp_path: Path, client: str
+    random_model: Path, tmp_path: Path
 ) -> None:
     """The simulated device takes the profile's times. So the run and its simulation differ only by
     the time that the services add.
@@ -41,7 +63,7 @@ async def test_a_real_run_is_measured_replayed_and_simulated(
         num_blocks=200,
     )
     programs = Conversations(max_model_len=512, pause_scale=0.01).arriving(6, 10.0, seed=1)
-    run = await run_conversations(settings, programs, step_log, CLIENTS[client])
+    run = await run_conversations(settings, programs, step_log, HttpClient)
     turns = [turn for program in programs for turn in program.turns]
     assert len(run.job_seconds) == 6
     assert sorted(len(one.token_ids) for one in run.answered) == sorted(
