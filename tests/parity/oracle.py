@@ -2,10 +2,12 @@
 
 If each output token is the one that transformers finds most probable after all tokens before it,
 then the output is transformers' greedy continuation. So one forward pass over prompt and output
-suffices in place of generation. It also yields every log-probability.
+suffices in place of generation. It also yields every log-probability. Results are cached, because
+tests serve the same requests in many ways. So a model must not change between two calls.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -34,22 +36,34 @@ def assert_served(model: PreTrainedModel, request: Request, name: str = "") -> N
         _assert_rows(request.prompt_rows, expected[:start], request.prompt[1:])
 
 
-@torch.inference_mode()
 def first_choices(model: PreTrainedModel, prompt: list[int], output: list[int]) -> list[int]:
     """For each output position, transformers' most probable token after all tokens before it."""
-    logits = model(input_ids=torch.tensor([prompt + output])).logits[0]
-    return logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+    return list(_first_choices(model, (*prompt, *output), len(prompt)))
 
 
+@lru_cache(maxsize=1024)
 @torch.inference_mode()
+def _first_choices(model: PreTrainedModel, tokens: tuple[int, ...], start: int) -> tuple[int, ...]:
+    logits = model(input_ids=torch.tensor([tokens])).logits[0]
+    return tuple(logits[start - 1 : -1].argmax(-1).tolist())
+
+
 def logprobs(model: PreTrainedModel, request: Request) -> torch.Tensor:
     """Transformers' log-probabilities [n, vocab_size] after each of the request's n tokens."""
-    ids = torch.tensor([request.tokens])
-    if request.embeds is None:
+    return _logprobs(model, tuple(request.tokens), request.embeds)
+
+
+@lru_cache(maxsize=64)
+@torch.inference_mode()
+def _logprobs(
+    model: PreTrainedModel, tokens: tuple[int, ...], embeds: PromptEmbeds | None
+) -> torch.Tensor:
+    ids = torch.tensor([tokens])
+    if embeds is None:
         logits = model(input_ids=ids).logits[0]
     else:
         inputs = model.get_input_embeddings()(ids)
-        given = np.frombuffer(request.embeds.data, np.float32).reshape(-1, inputs.shape[2])
+        given = np.frombuffer(embeds.data, np.float32).reshape(-1, inputs.shape[2])
         inputs[0, : len(given)] = torch.from_numpy(given.copy())
         logits = model(inputs_embeds=inputs).logits[0]
     return logits.float().log_softmax(-1)

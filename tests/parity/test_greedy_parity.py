@@ -93,16 +93,10 @@ def make_requests() -> list[Request]:
     ]
 
 
-@cache
-def choices(model: PreTrainedModel, prompt: tuple[int, ...], output: tuple[int, ...]) -> list[int]:
-    """Transformers' most probable tokens, cached because most tests have the same output."""
-    return first_choices(model, list(prompt), list(output))
-
-
 def assert_parity(model: PreTrainedModel, requests: list[Request]) -> None:
     for number, request in enumerate(requests):
         assert len(request.output) == request.max_tokens
-        expected = choices(model, tuple(request.prompt), tuple(request.output))
+        expected = first_choices(model, request.prompt, request.output)
         assert request.output == expected, f"request {number}"
 
 
