@@ -1,5 +1,6 @@
 """Sends each gRPC call to the servicer of the model that its first message names."""
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,7 @@ from google.protobuf.message import DecodeError
 from google.protobuf.wrappers_pb2 import BytesValue
 from stepwell.gateway.v1 import gateway_pb2_grpc
 
+from services.common.errors import Aborted
 from services.gateway.adapters.access import Access
 from services.gateway.adapters.grpc.call_records import metadata_of
 from services.gateway.adapters.grpc.inference_servicer import (
@@ -65,6 +67,7 @@ class GrpcByModel(grpc.aio.ServerInterceptor):
         """Only messages of callers that `access` accepts are read."""
         self._models = models
         self._access = access
+        self._timeout_seconds = message_timeout_seconds
         self._readers = MessageReaders(message_timeout_seconds)
 
     async def intercept_service(
@@ -78,7 +81,7 @@ class GrpcByModel(grpc.aio.ServerInterceptor):
 
         async def serve(messages: AsyncIterator[bytes], context: Context) -> None:
             await self._access.authenticate(authorization_in(metadata_of(context)))
-            raw = await (anext(messages, None) if is_turn else self._readers.read(messages))
+            raw = await (self._first_turn if is_turn else self._readers.read)(messages)
             turn = _first_field(raw or b"") if is_turn else raw
             name = _first_field(turn or b"").decode(errors="replace")
             named = (n for n, one in enumerate(self._models) if name in one.inference.names())
@@ -86,6 +89,19 @@ class GrpcByModel(grpc.aio.ServerInterceptor):
             await handler.stream_stream(_again(raw, messages), context)
 
         return grpc.stream_stream_rpc_method_handler(serve, None, handlers[0].response_serializer)
+
+    async def _first_turn(self, messages: AsyncIterator[bytes]) -> bytes | None:
+        """Reads a session's first message, which opens the session at its model. Until then no
+        limit on sessions applies to the stream, so the message must arrive in time.
+        """
+        try:
+            async with asyncio.timeout(self._timeout_seconds):
+                return await anext(messages, None)
+        except TimeoutError:
+            raise Aborted(
+                "the session's first turn did not arrive within the time limit",
+                reason="MESSAGE_TOO_SLOW",
+            ) from None
 
 
 class _Handlers:

@@ -161,6 +161,14 @@ async def test_grpc_calls_reach_their_model(two: Serving) -> None:
     assert "'tiny', 'org/large'" in (refused.value.details() or "")
 
 
+async def test_a_session_without_a_first_turn_ends(model: Path) -> None:
+    further = [FakeScheduler(model_name="large")]
+    async with serving(model, further=further, receive_timeout_seconds=0.1) as running:
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            await running.stub.GenerateSession(timeout=5).read()
+        assert ended.value.code() is grpc.StatusCode.ABORTED
+
+
 async def test_a_lost_model_does_not_disturb_the_other(two: Serving) -> None:
     tiny, large = two.schedulers
     await tiny.die()
