@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -23,7 +23,7 @@ _DRAIN_SECONDS = 4.5
 """Seconds within which a scheduler ends after SIGTERM if nothing else fails. Its requests end
 earlier. With requests that do not end, it ends later.
 """
-_AHEAD = 20
+_AHEAD = 200
 """A wrong clock is ahead by this many times the duration of the fault."""
 
 
@@ -82,22 +82,30 @@ def draw_faults(
     count: int,
     seconds: float,
     moments: list[float],
+    theme: Sequence[Kind] = (),
 ) -> list[Fault]:
     """Draws faults of services, and of the network between `pairs` of services. Many begin soon
-    after one of `moments`, when services are busy. In some runs most faults are of one kind. Pools
-    have more wrong clocks and lost connections than others, because their clocks number generations
-    and their transactions are sent again.
+    after one of `moments`, when services are busy. If there is a `theme`, most faults are of its
+    kinds. Otherwise, in some runs most faults are of one kind. Pools have more wrong clocks and
+    lost connections than others, because their clocks number generations and their transactions are
+    sent again.
     """
     faults, kinds = [], [*Kind, Kind.DEVICE]
-    if rng.random() < _FOCUS:
+    pools = [name for name in services if name.startswith("pool")] or services
+    if not any(name.startswith("worker") for name in services):
+        kinds = [kind for kind in Kind if kind is not Kind.DEVICE]
+    if theme:
+        kinds += [*theme] * (3 * len(kinds) // len(theme))
+    elif rng.random() < _FOCUS:
         kinds += [rng.choice(kinds)] * 2 * len(kinds)
     for _ in range(count):
         kind, service = rng.choice(kinds), rng.choice(services)
         if kind is Kind.DEVICE:
-            faults.append(_draw_device_fault(rng, services, seconds))
+            counts = (3, 5, 8) if kind in theme else (1, 2, 3)
+            faults.append(_draw_device_fault(rng, services, seconds, counts))
             continue
         if kind in (Kind.AHEAD, Kind.RESET) and rng.random() < 0.4:
-            service = rng.choice([name for name in services if name.startswith("pool")])
+            service = rng.choice(pools)
         peer = None
         if kind in (Kind.CUT, Kind.CUT_ONE_WAY):
             service, peer = rng.sample(rng.choice(pairs), 2)
@@ -128,15 +136,19 @@ def _draw_faults_after(rng: random.Random, fault: Fault, services: list[str]) ->
             yield Fault(at, Kind.CRASH, service, 0.1)
 
 
-def _draw_device_fault(rng: random.Random, services: list[str], seconds: float) -> Fault:
-    """Draws one or several successive faults of a device, often of the same kind."""
+def _draw_device_fault(
+    rng: random.Random, services: list[str], seconds: float, counts: tuple[int, ...]
+) -> Fault:
+    """Draws one or several successive faults of a device, often of the same kind. `counts` are the
+    possible numbers of further faults.
+    """
     worker = rng.choice([name for name in services if name.startswith("worker")])
     step, what = rng.randrange(1, 60), rng.choice(_DEVICE_FAULTS)
     rules = {f"at step {step}": what}
     if rng.random() < 0.3:
         rules = {f"after {rng.random() * seconds:.3f} s": what}
     elif rng.random() < 0.6:
-        for _ in range(rng.choice((1, 2, 3))):
+        for _ in range(rng.choice(counts)):
             step += rng.choice((1, 1, 2, 3, 10))
             rules[f"at step {step}"] = rng.choice((what, rng.choice(_DEVICE_FAULTS)))
     script = "; ".join(f"{when}: {what}" for when, what in rules.items())
@@ -217,14 +229,17 @@ async def _cut(fault: Fault, one: Process, other: Process, network: Network) -> 
 async def _reset(fault: Fault, fleet: Fleet, network: Network) -> None:
     """Repeatedly ends connections between services, often while a reply is on its way."""
     chance, now = network.loop.rng_of("reset", fault.service), network.loop.time
-    pairs = [pair for pair in fleet.links if fault.service in pair]
+    links = [link for link in fleet.links if fault.service in link]
     until = now() + min(fault.seconds, _LONGEST_RESET_SECONDS)
     while now() < until:
-        one, other = (fleet.services[name].process for name in chance.choice(pairs))
-        if chance.random() < 0.5:
+        pairs = [tuple(fleet.services[name].process for name in link) for link in links]
+        connected = [pair for pair in pairs if network.are_connected(*pair)]
+        one, other = chance.choice(connected or pairs)
+        if chance.random() < 0.7:
             with suppress(TimeoutError):
-                async with asyncio.timeout_at(until):
-                    await network.arrival(one, other)
+                async with asyncio.timeout_at(min(until, now() + _RESET_SECONDS)):
+                    for _ in range(chance.choice((1, 1, 2, 3, 5, 8))):
+                        await network.arrival(one, other)
             await asyncio.sleep(_ANSWER_SECONDS * chance.random())
         network.reset(one, other)
         await asyncio.sleep(_RESET_SECONDS * chance.random())

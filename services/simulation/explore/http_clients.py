@@ -56,7 +56,8 @@ async def _ask_turns(gateway: str, request: Request, answer: Answer) -> None:
             body = _completion(request, prompt) | {"session": session["id"]}
             is_last = number == len(prompts) - 1
             if is_last and request.breaks_after_seconds is not None:
-                broken = _post(gateway, request, "/v1/completions", body, Answer())
+                half = body | {"prompt": prompt[: len(prompt) // 2]}
+                broken = _post(gateway, request, "/v1/completions", half, Answer())
                 await _break_off(broken, request.breaks_after_seconds)
                 if await _turns_after(gateway, path) != number:
                     answer.error = "the broken turn was complete"
@@ -144,7 +145,7 @@ async def _post(
     gateway: str, request: Request, path: str, body: Any, answer: Answer, turn: int | None = None
 ) -> None:
     """Sends a body, and adds the reply to `answer`, under the number of its `turn` in a session."""
-    encoded = json.dumps(body).encode()
+    encoded = json.dumps(body).encode() + b" " * request.num_spaces
     reader, writer = await _send(gateway, "POST", path, encoded, key=request.key)
     try:
         await _read_reply(reader, request.edge is Edge.STREAM, answer, turn)

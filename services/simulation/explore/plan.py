@@ -22,6 +22,7 @@ from services.simulation.explore.requests import (
     Arrival,
     draw_arrivals,
 )
+from services.simulation.explore.themes import THEMES, Theme
 
 _LOAD_SECONDS = 0.3, 1.0, 1.0, 20.0
 """The durations of a run's load and faults, one of which is drawn. In the longest, the services are
@@ -54,6 +55,8 @@ _POLICY_CHANGED = 0.2
 """The probability that a setting of the policy `program` is replaced."""
 _FAILURES_OF_ONE = 3
 """The number of successive failed steps after which the scheduler gives up a request."""
+_THEME = 0.75
+"""The probability that a run has a theme."""
 _FOCUS = 0.75
 """The probability that a run has many requests of one kind."""
 _LEAVING_WITH_TIER = 0.4
@@ -96,6 +99,14 @@ class Plan:
         return is_reset or sum(one.rule.count(":") for one in self.faults) >= _FAILURES_OF_ONE
 
     @property
+    def only_ends_schedulers(self) -> bool:
+        """Whether the only faults are ends of schedulers after SIGTERM. They complete requests."""
+        return bool(self.faults) and all(
+            fault.kind is Kind.TERMINATE and fault.service.startswith("scheduler")
+            for fault in self.faults
+        )
+
+    @property
     def spares_a_replica(self) -> bool:
         """Whether at least one replica, all gateways and Redis have no faults."""
         hit = set()
@@ -110,11 +121,13 @@ class Plan:
 
 def make_plan(seed: int) -> Plan:
     rng = random.Random(seed)
-    shape = _draw_shape(rng)
-    count, seconds = rng.randrange(4, 16), rng.choice(_LOAD_SECONDS)
+    theme = rng.choice(list(THEMES.values())) if rng.random() < _THEME else Theme()
+    shape = _draw_shape(rng, theme)
+    count, seconds = rng.randrange(4, 16), rng.choice(theme.load_seconds or _LOAD_SECONDS)
     is_crowded = shape.num_blocks == NUM_FEW_BLOCKS
-    foci = CROWDED_FOCI if is_crowded else FOCI
-    focus = rng.choice(foci) if rng.random() < _FOCUS else None
+    has_short_queue = shape.setting("max_num_waiting") is not None
+    foci = theme.foci or (CROWDED_FOCI if is_crowded else FOCI)
+    focus = rng.choice(foci) if theme.foci or rng.random() < _FOCUS else None
     if shape.tier_gib and rng.random() < _LEAVING_WITH_TIER:
         focus = LEAVING
     arrivals = draw_arrivals(
@@ -124,21 +137,36 @@ def make_plan(seed: int) -> Plan:
         shape.num_gateways,
         pools=shape.pools,
         is_crowded=is_crowded,
-        comes_at_once=is_crowded or shape.setting("max_num_waiting") is not None,
+        comes_at_once=theme.comes_at_once or is_crowded or has_short_queue,
         has_priorities=shape.setting("policy") == "priority",
         focus=focus,
+        prompts=theme.prompts,
     )
+    moments = [arrival.at_seconds for arrival in arrivals]
+    faults = _draw_faults(rng, theme, shape, seconds, moments)
+    is_busy = theme.is_busy or rng.random() < _BUSY
+    return Plan(seed, shape, tuple(arrivals), tuple(faults), is_busy)
+
+
+def _draw_faults(
+    rng: random.Random, theme: Theme, shape: Shape, seconds: float, moments: list[float]
+) -> list[Fault]:
     services, pairs, num_faults = service_names(shape), links(shape), rng.choice((0, 0, 1, 2, 3, 5))
     if shape.num_replicas > 1 and rng.random() < 0.6:  # Replica 1 has no faults and takes over.
         services = [name for name in services if _REPLICA_0.match(name)]
         pairs = [pair for pair in pairs if any(map(_REPLICA_0.match, pair))]
         num_faults = rng.choice((1, 2, 3, 5))
-    moments = [arrival.at_seconds for arrival in arrivals]
-    faults = draw_faults(rng, services, pairs, num_faults, seconds, moments)
-    return Plan(seed, shape, tuple(arrivals), tuple(faults), is_busy=rng.random() < _BUSY)
+    if theme.num_faults:
+        num_faults = rng.choice(theme.num_faults)
+    if theme.services:
+        services = [name for name in services if name.startswith(theme.services)] or services
+        pairs = [
+            one for one in pairs if all(name.startswith(theme.services) for name in one)
+        ] or pairs
+    return draw_faults(rng, services, pairs, num_faults, seconds, moments, theme.kinds)
 
 
-def _draw_shape(rng: random.Random) -> Shape:
+def _draw_shape(rng: random.Random, theme: Theme) -> Shape:
     shape = Shape(
         num_replicas=rng.choice((1, 2)),
         num_gateways=rng.choice((1, 1, 2)),
@@ -146,10 +174,12 @@ def _draw_shape(rng: random.Random) -> Shape:
         has_redis=rng.random() < 0.3,
         has_step_log=rng.random() < 0.3,
     )
-    if rng.random() < 0.06:
+    if not theme.foci and not theme.shape and rng.random() < 0.1:
         return replace(shape, pools=True)
     drafts = rng.choice(("", "", "ngram", "draft_model"))
+    fixed = {name: rng.choice(choices) for name, choices in theme.shape.items()}
     tier_gib = rng.choice((0.001, 0.003)) if rng.random() < 0.3 else 0.0
+    tier_gib = fixed.get("tier_gib", tier_gib)
     settings = dict(setting for setting in _SETTINGS if rng.random() < _CHANGED)
     crowded = _CROWDED_WITH_TIER if tier_gib else _CROWDED
     num_blocks = NUM_FEW_BLOCKS if rng.random() < crowded else NUM_BLOCKS
@@ -163,10 +193,14 @@ def _draw_shape(rng: random.Random) -> Shape:
         if policy == PROGRAM:
             changed = (one for one in _POLICY_SETTINGS if rng.random() < _POLICY_CHANGED)
             settings |= dict(changed)
-    return replace(
+    if theme.settings.get("policy"):
+        tier_gib = 0.0
+    settings |= {name: rng.choice(choices) for name, choices in theme.settings.items()}
+    shape = replace(
         shape,
         num_blocks=num_blocks,
         drafts=drafts,
         tier_gib=tier_gib,
-        settings=tuple(settings.items()),
+        settings=tuple(one for one in settings.items() if one[1] is not None),
     )
+    return replace(shape, **fixed)

@@ -33,6 +33,8 @@ _CROWDED_REQUESTS = 8
 _LEAVES, _FOCUSED_LEAVES = 0.15, 0.5
 """The fraction of clients that leave before their answers end: usually, and if leaving is in focus.
 """
+_MANY_SPACES = 17_000
+"""A body with so many spaces is so large that a gateway reads it in two turns of its event loop."""
 _WEIGHTS = {
     "several": 15,
     "random": 15,
@@ -104,13 +106,16 @@ class Request:
     pause_seconds: float = 0.0
     """The time between two turns. It does not change the answer."""
     breaks_after_seconds: float | None = None
-    """The time after which the client leaves during the last turn of its HTTP session. It then
-    sends this turn again, so that the answer does not change.
+    """The time after which the client leaves during the last turn of its HTTP session, of which it
+    has sent only half of the input. It then sends this turn with its whole input, so that the
+    answer does not change.
     """
     ends_in_turn: bool = False
     """Whether the client ends its HTTP session in the last turn, whose answer still completes."""
     key: str = ""
     """The idempotency key. It does not change the answer."""
+    num_spaces: int = 0
+    """The number of spaces after the body of an HTTP request. They do not change the answer."""
     wrong: str = ""
     """What is wrong with the request (one of WRONGS). Empty if it is valid."""
     program: DeclaredProgram | None = None
@@ -143,6 +148,7 @@ class Request:
             ends_in_turn=False,
             salt="",
             key="",
+            num_spaces=0,
             program=None,
             priority=0,
         )
@@ -170,10 +176,12 @@ def draw_arrivals(
     comes_at_once: bool,
     has_priorities: bool,
     focus: str | None = None,
+    prompts: tuple[int, ...] = (),
 ) -> list[Arrival]:
     """Draws requests that arrive within `seconds`, some of them in bursts. If `pools`, they ask for
     embeddings. If `is_crowded`, each of them fits in a small pool. If `comes_at_once`, most of them
     arrive in bursts. If `has_priorities`, they have different priorities. `focus` is one of FOCI.
+    `prompts` are the possible numbers of tokens of prompts, if they are not the usual ones.
     """
     arrivals: list[Arrival] = []
     at, leave = 0.0, _FOCUSED_LEAVES if focus == LEAVING else _LEAVES
@@ -188,11 +196,13 @@ def draw_arrivals(
         gateway, leaves = rng.randrange(num_gateways), None
         if rng.random() < leave:
             leaves = rng.random() * rng.choice((0.5, 0.5, 0.1, 0.002, 0.0005))
-        request = draw_vector(rng) if pools else draw_request(rng, focus, is_crowded)
+        request = draw_vector(rng) if pools else draw_request(rng, focus, is_crowded, prompts)
         if request.kind in (Kind.TEXT, Kind.CALL, Kind.TALK):
             request = replace(request, program=_draw_program(rng, request.kind))
         if has_priorities and request.kind is not Kind.WRONG:
             request = replace(request, priority=rng.randint(-1, 1))
+        if request.edge is not Edge.GRPC and rng.random() < (0.05 if leaves is None else 0.5):
+            request = replace(request, num_spaces=_MANY_SPACES)
         if request.kind is Kind.TEXT and leaves is not None and request.max_tokens:
             request = replace(request, max_tokens=_LONG_ANSWER, ignores_end=True)
         elif _may_have_salt(request) and rng.random() < 0.1:
@@ -223,11 +233,16 @@ def draw_vector(rng: random.Random) -> Request:
     return Request(edge, _draw_prompt(rng), 1, Kind.VECTOR)
 
 
-def draw_request(rng: random.Random, focus: str | None = None, is_crowded: bool = False) -> Request:
+def draw_request(
+    rng: random.Random,
+    focus: str | None = None,
+    is_crowded: bool = False,
+    prompts: tuple[int, ...] = (),
+) -> Request:
     kind = rng.choices(list(_WEIGHTS), list(_WEIGHTS.values()))[0]
     if focus in _WEIGHTS and rng.random() < _FOCUSED:
         kind = focus
-    edge, prompt = rng.choice(list(Edge)), _draw_prompt(rng, is_crowded)
+    edge, prompt = rng.choice(list(Edge)), _draw_prompt(rng, is_crowded, prompts)
     length = rng.choice(_CROWDED_LENGTHS if is_crowded else _LENGTHS)
     request = Request(edge, prompt, length, ignores_end=length == _LONG_ANSWER)
     match kind:
@@ -290,9 +305,11 @@ def _draw_turns(rng: random.Random, is_crowded: bool, *, is_talk: bool) -> Reque
     return replace(turns, breaks_after_seconds=breaks)
 
 
-def _draw_prompt(rng: random.Random, is_crowded: bool = False) -> tuple[int, ...]:
+def _draw_prompt(
+    rng: random.Random, is_crowded: bool = False, prompts: tuple[int, ...] = ()
+) -> tuple[int, ...]:
     document = _document(rng.randrange(_NUM_DOCUMENTS))
-    return document[: rng.choice(_PROMPTS[:-1] if is_crowded else _PROMPTS)]
+    return document[: rng.choice(prompts or (_PROMPTS[:-1] if is_crowded else _PROMPTS))]
 
 
 @cache
@@ -303,7 +320,7 @@ def _document(number: int) -> tuple[int, ...]:
 
 LONG = Request(Edge.GRPC, _document(2)[:_LONG_PROMPT], 0, ignores_end=True)
 """A request whose prompt and answer fill all blocks of a replica."""
-_LATER_PROMPTS = _document(1)[:16], _document(2)[:40]
+_LATER_PROMPTS = _document(1)[:16], _document(2)[:48]
 
 PROBE = Request(
     Edge.GRPC,

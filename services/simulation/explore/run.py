@@ -14,7 +14,7 @@ from services.simulation.explore.contents import forget_hashes
 from services.simulation.explore.faults import Kind, inject, keep_busy
 from services.simulation.explore.fleet import Fleet
 from services.simulation.explore.left import late_timers, left_on_disks, what_is_left
-from services.simulation.explore.lines import line_of_step, unexpected_line
+from services.simulation.explore.lines import line_of_hang, line_of_step, unexpected_line
 from services.simulation.explore.members import NUM_BLOCKS, Shape
 from services.simulation.explore.plan import Plan
 from services.simulation.explore.requests import (
@@ -185,6 +185,8 @@ class _Run:
         is_slow = plan.faults or (policy is not None and holds_ended(policy))
         await asyncio.sleep(_SETTLE_SECONDS if is_slow else calm_seconds)
         self._look(num_lines, is_calm=not plan.faults)
+        if plan.only_ends_schedulers and (line := line_of_hang(lines[num_lines:])):
+            raise Failed(f"a scheduler ends before its requests end: {line}")
         num_lines = len(lines)
         await self._probe()
         await asyncio.sleep(_CALM_SETTLE_SECONDS)

@@ -108,6 +108,9 @@ class Network:
         for pipe in self._waiting.pop(cut, ()):
             pipe.deliver_next()
 
+    def are_connected(self, one: Process, other: Process) -> bool:
+        return any(connection.joins(one, other) for connection in self.connections)
+
     def reset(self, one: Process, other: Process) -> None:
         for connection in list(self.connections):
             if connection.joins(one, other):

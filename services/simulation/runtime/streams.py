@@ -243,7 +243,7 @@ class MemoryTransport(asyncio.Transport):
         self._is_closing = True
         while self._received and not self._is_reading_paused:
             self._deliver()
-        self._lost(None)
+        self._network.loop.call_soon(self._lost, None)  # as asyncio does
 
     def _lost(self, error: Exception | None) -> None:
         if not self._is_lost:
