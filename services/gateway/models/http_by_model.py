@@ -11,7 +11,7 @@ from services.gateway.adapters.access import Access, authorization_of
 from services.gateway.adapters.http.exchange.errors import error_response
 from services.gateway.adapters.http.exchange.parse import MAX_BRACKETS, MAX_KEYS
 from services.gateway.adapters.http.exchange.request_records import headers_of
-from services.gateway.adapters.http.exchange.request_state import HELD_BODY
+from services.gateway.adapters.http.exchange.request_state import HAS_MODEL_PATH, HELD_BODY
 from services.gateway.adapters.http.transport.body_budget import BodyBudget
 from services.gateway.client_settings import ClientSettings
 from services.gateway.core.request.inference import Inference
@@ -53,6 +53,7 @@ class HttpByModel:
         if path.startswith(PREFIX):
             for prefix, app in self._prefixes:
                 if path.startswith(f"{prefix}/"):
+                    scope.setdefault("state", {})[HAS_MODEL_PATH] = True
                     await app({**scope, "path": path.removeprefix(prefix)}, receive, send)
                     return
         if scope["method"] != "POST" or not await self._may_read(scope):

@@ -180,7 +180,11 @@ async def test_a_lost_model_does_not_disturb_the_other(two: Serving) -> None:
         "/v1/completions", json={"model": "org/large", "prompt": "a", "max_tokens": 2}
     )
     assert answer.status_code == 200
-    assert (await two.http.get("/health")).status_code == 200
+    statuses = [
+        (await two.http.get(f"{prefix}/health")).status_code
+        for prefix in ("", "/models/org/large", "/models/tiny")
+    ]
+    assert statuses == [200, 200, 503]
     await tiny.start()
     assert (await waiting).json()["model"] == "tiny"
     await large.die()

@@ -12,6 +12,8 @@ HELD_BODY = "held_body"
 """The asynchronous context manager that holds the budget for the bytes of the body, if the body was
 read before the application ran.
 """
+HAS_MODEL_PATH = "has_model_path"
+"""Set if the path that the client sent began with the model's name."""
 CLIENT = "client"
 BODY_WRITER = "body_writer"
 """The BodyWriter of the connection, for chunked answers. It may bypass the middlewares that wrap

@@ -19,6 +19,7 @@ from services.common.telemetry.exposition import (
     open_metrics,
     wants_open_metrics,
 )
+from services.gateway.adapters.http.exchange.request_state import HAS_MODEL_PATH
 from services.gateway.adapters.schedulers.scheduler_link import SchedulerLink
 from services.gateway.adapters.schedulers.scheduler_links import SchedulerLinks
 from services.gateway.adapters.telemetry.fleet_metrics import FleetMetrics
@@ -95,12 +96,13 @@ class ServerRoutes:
             ),
         }
 
-    async def health(self, _request: Request) -> Response:
+    async def health(self, request: Request) -> Response:
         """Answers with status 200 if at least one replica can serve, and otherwise with 503.
 
         The body lists the unready replicas, or has the reason for the status 503.
         """
-        models = (self, *self.others)
+        others = () if HAS_MODEL_PATH in request.scope["state"] else self.others
+        models = (self, *others)
         if all(reasons := [one.why_not_ready() for one in models]):
             reason = "; ".join(dict.fromkeys(reasons))
             return JSONResponse({"status": "unavailable", "reason": reason}, status_code=503)
