@@ -233,3 +233,4 @@ def test_an_embedder_reranks_by_cosines_and_pools_but_has_no_classes(embedder: S
     ):
         refused = post(f"{embedder.url}{path}", body)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, field), path
+        assert ("this model gives embeddings, not classes" in refused.text) == (field == "model")

@@ -154,7 +154,9 @@ class Inference:
             )
         if task is not None and pooler.task is not task:
             raise InvalidArgument(
-                "this model gives scores, not embeddings: use /score",
+                "this model gives scores, not embeddings: use /score"
+                if task is PoolingTask.EMBED
+                else "this model gives embeddings, not classes: use /v1/embeddings",
                 field="model",
                 reason=OTHER_RUNNER,
             )
