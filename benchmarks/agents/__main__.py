@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _run_grid(arguments: argparse.Namespace, command: str) -> object:
-    num_programs, seeds = (8, 1) if arguments.quick else (200, arguments.seeds)
+    num_programs, seeds = (4, 1) if arguments.quick else (200, arguments.seeds)
     found = list(settings(num_programs, range(seeds), arguments.turns))
     text = "Ratios of fcfs / continuum-fixed to program, and in parentheses the pressure."
     show(f"{command} Seeds 0 to {seeds - 1}, {num_programs} programs. {text}", grid_table(found))
@@ -56,7 +56,7 @@ def _run_grid(arguments: argparse.Namespace, command: str) -> object:
 
 
 def _run_rates(arguments: argparse.Namespace, command: str) -> object:
-    num_programs, seeds = (8, 1) if arguments.quick else (None, arguments.seeds)
+    num_programs, seeds = (4, 1) if arguments.quick else (None, arguments.seeds)
     found = list(highest_rates(num_programs, range(seeds)))
     show(f"{command} Seeds 0 to {seeds - 1}. Programs a second.", rate_table(found))
     return [asdict(one) for one in found]
@@ -66,7 +66,7 @@ def _run_loads(arguments: argparse.Namespace, command: str) -> object:
     loads = [load for load in LOADS if load.name in arguments.load]
     num_seeds = arguments.seeds
     if arguments.quick:
-        loads, num_seeds = [replace(load, num_programs=8) for load in loads], 1
+        loads, num_seeds = [replace(load, num_programs=4) for load in loads], 1
     setups_of = ladder_setups if arguments.ladder else policy_setups
     comparisons = [compare(load, range(num_seeds), setups_of(load)) for load in loads]
     text = f"Seeds 0 to {num_seeds - 1}, {' or '.join(_numbers(loads))} programs."
@@ -85,7 +85,7 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     names = sorted({load.name for load in LOADS})
     add = parser.add_argument
     add("--simulated", action="store_true", required=True, help="run in simulated time")
-    add("--quick", action="store_true", help="only 8 programs of each load, and one seed")
+    add("--quick", action="store_true", help="only 4 programs of each load, and one seed")
     either = parser.add_mutually_exclusive_group().add_argument
     either(
         "--ladder", action="store_true", help="measure the policy program without each of its rules"
