@@ -4,6 +4,7 @@ reason: an HTTP status if the answer has not begun, otherwise an event in its st
 
 import asyncio
 import json
+import secrets
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -27,6 +28,7 @@ from tests.scheduler.serving_replica import Gateway, sampling
 PROMPT = "class Point:"
 TOO_COMPLEX = ".*a.{200}b.{200}c"
 """A regular expression whose automaton grows with each token, up to the limit on its size."""
+CLIENT_SPAN = "00f067aa0ba902b7"
 FAILING = {"structured_outputs": {"regex": TOO_COMPLEX}, "max_tokens": 900, "temperature": 2}
 
 
@@ -153,13 +155,16 @@ async def test_its_spans_say_why_and_are_no_failures(
 ) -> None:
     (dot,) = (await http.post("/tokenize", json={"prompt": "."})).json()["tokens"]
     wanted = body(1, structured_outputs={"regex": "[0-9]+"}, allowed_token_ids=[dot])
-    trace_id = (await ask(http, wanted)).headers["x-trace-id"]
+    trace_id = secrets.token_hex(16)
+    headers = {"traceparent": f"00-{trace_id}-{CLIENT_SPAN}-01"}
+    refused = await http.post("/v1/completions", json=wanted, headers=headers)
+    assert refused.headers["x-trace-id"] == trace_id
 
     def at_scheduler() -> list[ReceivedSpan]:
         return [span for span in demo_receiver.trace(trace_id) if span.name == names.SPAN_REQUEST]
 
     def roots() -> list[ReceivedSpan]:
-        return [span for span in demo_receiver.trace(trace_id) if not span.parent_id]
+        return [span for span in demo_receiver.trace(trace_id) if span.parent_id == CLIENT_SPAN]
 
     wait_for(lambda: bool(at_scheduler() and roots()))
     (request_span,), (root,) = at_scheduler(), roots()

@@ -99,7 +99,8 @@ async def test_preempted_and_beside_others_each_answer_is_the_one_that_it_is_alo
         body(seed, max_tokens=BESIDE_TOKENS, structured_outputs=FORMS[name].sent)
         for seed, name in enumerate([*FORMS, "person", "person", "person"])
     ]
-    wanted += [body(seed, max_tokens=BESIDE_TOKENS, ignore_eos=True) for seed in range(8)]
+    # At least three of these five run at one replica, whose KV cache does not fit all three.
+    wanted += [body(seed, ignore_eos=True) for seed in range(5)]
     alone = [await ask(http, one) for one in wanted]
     before = await preemptions(http)
     together = await asyncio.gather(*(ask(http, one) for one in wanted))
