@@ -69,6 +69,8 @@ THEMES = {
         kinds=(Kind.CRASH, Kind.STOP, Kind.DEVICE, Kind.TERMINATE),
         services=("pool", "worker", "scheduler"),
         num_faults=_MANY,
+        comes_at_once=True,
+        shape={"num_blocks": (NUM_FEW_BLOCKS, NUM_BLOCKS)},
     ),
     "clients leave busy gateways": Theme(
         foci=("turns", "plain", LEAVING),
