@@ -148,8 +148,8 @@ def demo_receiver() -> Iterator[OtlpReceiver]:
 
 @pytest.fixture(scope="package")
 def demo_stack(demo_receiver: OtlpReceiver) -> Iterator[Stack]:
-    """A stack that samples no request at its start. All requests count as slow, so that they are
-    traced at their end.
+    """A stack that samples no request at its start. All requests count as slow, and some slow
+    requests are traced at their end.
     """
     traces = ("--otlp-endpoint", demo_receiver.endpoint, "--trace-sample-ratio", "0")
     slow = {"STEPWELL_GATEWAY_TRACE_SLOW_SECONDS": "0.0001"}
