@@ -28,7 +28,8 @@ def used_arguments() -> dict[str, str]:
         name: str(path.relative_to(ROOT))
         for folder in ("services", "benchmarks")
         for path in sorted((ROOT / folder).rglob("*.py"))
-        for name in channel_arguments(path.read_text())
+        if '"grpc.' in (source := path.read_text())  # parsing every file takes seconds
+        for name in channel_arguments(source)
     }
 
 
