@@ -32,20 +32,20 @@ class Changed(ProgramPolicy):
 
 class RequestOrder(Changed):
     class Retention(ProgramRetention):
-        def expected_work(self, request: Request) -> tuple[float, float]:
+        def due(self, request: Request) -> tuple[float, float]:
             return 0.0, request.arrival_time
 
 
 class ProgramOrder(Changed):
     class Retention(ProgramRetention):
-        def expected_work(self, request: Request) -> tuple[float, float]:
-            return 0.0, super().expected_work(request)[1]
+        def due(self, request: Request) -> tuple[float, float]:
+            return 0.0, super().due(request)[1]
 
 
 class NoCachedFirst(Changed):
     class Queue(ProgramQueue):
         def _rank(self, request: Request) -> tuple[int, int, float, float, int]:
-            return request.priority, 0, *self._policy.retention.expected_work(request), request.key
+            return request.priority, 0, *self._policy.retention.due(request), request.key
 
 
 class OldestPauses(Changed):

@@ -20,6 +20,8 @@ class ProgramTurn:
     """
     began: float = 0.0
     """The time at which the conversation's first turn arrived."""
+    arrived: float = 0.0
+    """The time at which this turn arrived."""
     tool: str = ""
     """The tool that ran before the turn."""
     pause_seconds: float | None = None

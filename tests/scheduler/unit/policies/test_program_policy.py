@@ -454,6 +454,39 @@ async def test_requests_with_their_contexts_come_first_but_not_for_ever(most: in
     assert most <= num_turns <= most + 2
 
 
+@pytest.mark.parametrize(("seconds", "first"), [(179.0, "short"), (181.0, "long")])
+async def test_less_work_comes_first_unless_it_began_much_later(seconds: float, first: str) -> None:
+    """Two applications have programs of 1,000 and 100 tokens. A token takes 0.1 s, so the programs
+    are due 200 s and 20 s after they begin.
+    """
+    agents = Agents(num_blocks=2001, max_num_seqs=1, max_model_len=800)
+    retention = agents.retention
+    retention._turn_seconds, retention._turn_tokens = 10.0, 100.0
+    for name, first_token, num_tokens in (("long", 100, 1_000), ("short", 400, 100)):
+        request = agents.story.add(name, prompt(64, first_token), max_tokens=1)
+        application = retention._programs[request].application
+        for _ in range(5):
+            retention._ended.add(Program(application, 0.0, num_turns=1, num_tokens=num_tokens))
+        agents.now += seconds
+    plan = await agents.story.scheduler.schedule()
+    assert [request.request_id for request in plan.new] == [first]
+
+
+async def test_a_lost_context_is_remaining_work() -> None:
+    """A turn of 65 tokens takes 0.65 s from its arrival. 64 of them are in full blocks."""
+    agents = Agents(max_model_len=160, max_num_batched_tokens=200)
+    request = agents.story.add("one", prompt(61), max_tokens=4)
+    while not request.is_finished:
+        agents.now = 0.65
+        await agents.story.step()
+    await agents.story.step()
+    again = agents.story.add("two", [*request.token_ids, *prompt(8, first=900)], max_tokens=1)
+    due, began = agents.retention.due(again)
+    assert began == 0.0
+    agents.retention.forget()
+    assert agents.retention.due(again)[0] - due == pytest.approx(2 * 0.64)
+
+
 @pytest.mark.parametrize("interval", [1, 3])
 async def test_one_of_some_admissions_is_of_the_longest_waiting(interval: int) -> None:
     """The first request has waited longest, but is last in the order of expected work."""

@@ -14,8 +14,8 @@ _Rank = tuple[int, int, float, float, int]
 
 class ProgramPolicy:
     """Admits requests by priority. Within a priority, requests with at least half of their context
-    cached come first, then requests of programs with the least expected work, then requests of the
-    oldest programs.
+    cached come first, then requests of the programs that are due first. The more remaining work a
+    program is expected to have, the later it is due after its beginning.
     """
 
     uses_priority = True
@@ -29,11 +29,11 @@ class ProgramPolicy:
         return ProgramQueue(self)
 
     def victim(self, running: RunningRequests) -> Request:
-        """The running request that is last by priority, expected work and program's age."""
+        """The running request that is last by priority and by the time when its program is due."""
         return max(running, key=self._cost)
 
     def _cost(self, request: Request) -> tuple[int, float, float, int]:
-        return request.priority, *self.retention.expected_work(request), request.key
+        return request.priority, *self.retention.due(request), request.key
 
 
 class ProgramQueue(list[Request]):
@@ -74,4 +74,4 @@ class ProgramQueue(list[Request]):
     def _rank(self, request: Request) -> _Rank:
         retention = self._policy.retention
         is_cold = retention.is_cold(request)
-        return (request.priority, int(is_cold), *retention.expected_work(request), request.key)
+        return (request.priority, int(is_cold), *retention.due(request), request.key)

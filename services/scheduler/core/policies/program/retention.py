@@ -31,6 +31,9 @@ from services.scheduler.core.request import Request
 _CONTINUING_SMOOTHING = 0.01
 _LEAST_CONTINUING = 0.005
 """If a smaller fraction of programs continues, requests are admitted as with fcfs."""
+_PATIENCE = 2.0
+"""A conversation is due after this multiple of the expected time of its remaining turns."""
+_PACE_SMOOTHING = 0.002
 
 
 class Turns:
@@ -92,6 +95,8 @@ class ProgramRetention(NoRetention):
         self.turns = Turns(config)
         self._continuing = 0.0
         """The fraction of recent turns that continued a program or after which a tool runs."""
+        self._turn_seconds = self._turn_tokens = 0.0
+        """Means over recent turns: seconds from arrival to end, and tokens that were not cached."""
         self.first_cold: Request | None = None
         """The cold request that must be admitted before all others, if any."""
         self.version = 0
@@ -137,10 +142,10 @@ class ProgramRetention(NoRetention):
         """
         num_turns = program.num_turns
         if context is not None:
-            return ProgramTurn(program.label, num_turns, context.num_turns, context.began)
+            return ProgramTurn(program.label, num_turns, context.num_turns, context.began, now)
         if program.num_running:
-            return ProgramTurn(program.label, num_turns, 0, now)
-        return ProgramTurn(program.label, num_turns, num_turns - 1, program.arrived)
+            return ProgramTurn(program.label, num_turns, 0, now, now)
+        return ProgramTurn(program.label, num_turns, num_turns - 1, program.arrived, now)
 
     def _return(self, context: Context, request: Request, now: float) -> None:
         reason, seconds = context.reason, now - context.paused_at
@@ -185,11 +190,14 @@ class ProgramRetention(NoRetention):
             return None
         program.num_running -= 1
         program.last_active = now = self._clock()
-        cached = request.num_cached_tokens or 0
-        program.num_tokens += request.num_tokens - cached
+        num_tokens = request.num_tokens - (request.num_cached_tokens or 0)
+        program.num_tokens += num_tokens
         self._recomputations.ended(request, self.observer)
         loaded, turn = request.num_external_tokens, request.program_turn
-        if turn is not None and (loaded or turn.num_recomputed_tokens):
+        assert turn is not None
+        self._turn_seconds += _PACE_SMOOTHING * (now - turn.arrived - self._turn_seconds)
+        self._turn_tokens += _PACE_SMOOTHING * (num_tokens - self._turn_tokens)
+        if loaded or turn.num_recomputed_tokens:
             self.worth.returned(loaded, turn.num_recomputed_tokens)
         declared = request.program
         if declared is not None and declared.ends:
@@ -294,25 +302,34 @@ class ProgramRetention(NoRetention):
         while a request runs (sliding windows, states), whether any block of the context is cached.
         """
         context = self._continued.get(request)
-        if context is None or not self._config.only_grows:
-            return context is not None and bool(context.num_blocks)
-        num_groups = len(self._config.all_groups)
-        return 2 * context.num_blocks * self._size >= context.num_tokens * num_groups
+        return context is not None and 2 * self._num_cached(context) >= context.num_tokens
+
+    def _num_cached(self, context: Context) -> float:
+        """How many tokens of a context need not be computed again."""
+        if not self._config.only_grows:
+            return context.num_tokens if context.num_blocks else 0
+        return context.num_blocks * self._size / len(self._config.all_groups)
 
     def is_cold(self, request: Request) -> bool:
         """Whether a request is not warm. A preempted request is never cold."""
         return not (request.num_preemptions or self.is_warm(request))
 
-    def expected_work(self, request: Request) -> tuple[float, float]:
-        """The expected remaining tokens of a request's conversation, and the time when it began. If
-        programs have only one turn, the tokens are 0, so that the order is that of arrival.
+    def due(self, request: Request) -> tuple[float, float]:
+        """When a request's conversation is due, and when it began. It is due `_PATIENCE` times the
+        expected time of its remaining turns after it began. The time is proportional to the tokens
+        that must be computed for these turns, including lost tokens of the context. If programs
+        have only one turn, a conversation is due when it begins, so that the order is of arrival.
         """
         program, turn = self._programs.get(request), request.program_turn
         if program is None or turn is None:
             return 0.0, 0.0
-        if not self._has_later_turns:
-            return 0.0, turn.began
-        return self._ended.expected_tokens(program.application, turn.num_before), turn.began
+        if not (self._has_later_turns and self._turn_tokens):
+            return turn.began, turn.began
+        num_tokens = self._ended.expected_tokens(program.application, turn.num_before)
+        if (context := self._continued.get(request)) is not None:
+            num_tokens += max(0.0, context.num_tokens - self._num_cached(context))
+        seconds = num_tokens * self._turn_seconds / self._turn_tokens
+        return turn.began + _PATIENCE * seconds, turn.began
 
     def limit(self, terms: Admission, request: Request, num_running: int) -> None:
         """Sets how many blocks an admission beside running requests must leave free, and how many
