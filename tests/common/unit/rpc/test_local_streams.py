@@ -163,7 +163,7 @@ async def test_further_calls_than_are_served_at_once_are_refused(listening: str)
 
 
 async def test_a_client_that_does_not_read_holds_up_the_server(listening: str) -> None:
-    number = 20_000
+    number = 5_000
 
     async def floods(requests: AsyncIterator[Any], _: object) -> AsyncIterator[Any]:
         await anext(requests)
