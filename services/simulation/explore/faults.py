@@ -13,6 +13,8 @@ from services.simulation.runtime.process import Process, State
 
 _SLOW_STOP_SECONDS, _SLOW_RUN_SECONDS = 0.1, 0.01
 _BUSY_STOP_SECONDS, _BUSY_RUN_SECONDS, _BUSY_SECONDS = 0.02, 0.01, 2.0
+_SECONDS = 0.02, 0.3, 3.0, 40.0
+"""Limits of the durations of faults, one of which is drawn for each fault."""
 _RESET_SECONDS, _LONGEST_RESET_SECONDS = 0.1, 1.0
 _FOCUS = 0.4
 """The probability that most faults of a run are of one kind."""
@@ -83,12 +85,13 @@ def draw_faults(
     seconds: float,
     moments: list[float],
     theme: Sequence[Kind] = (),
+    durations: Sequence[float] = (),
 ) -> list[Fault]:
     """Draws faults of services, and of the network between `pairs` of services. Many begin soon
     after one of `moments`, when services are busy. If there is a `theme`, most faults are of its
     kinds. Otherwise, in some runs most faults are of one kind. Pools have more wrong clocks and
     lost connections than others, because their clocks number generations and their transactions are
-    sent again.
+    sent again. `durations` replaces the usual limits of the durations of faults.
     """
     faults, kinds = [], [*Kind, Kind.DEVICE]
     pools = [name for name in services if name.startswith("pool")] or services
@@ -112,7 +115,7 @@ def draw_faults(
         at = rng.random() * seconds
         if rng.random() < 0.7:
             at = rng.choice(moments) + _SOON_SECONDS * rng.random() ** 2
-        lasts = rng.choice((0.02, 0.3, 3.0, 40.0)) * (0.2 + 0.8 * rng.random())
+        lasts = rng.choice(durations or _SECONDS) * (0.2 + 0.8 * rng.random())
         if kind is Kind.AHEAD:
             lasts = max(lasts, 1.0)
         faults.append(Fault(at, kind, service, lasts, peer))

@@ -163,7 +163,8 @@ def _draw_faults(
         pairs = [
             one for one in pairs if all(name.startswith(theme.services) for name in one)
         ] or pairs
-    return draw_faults(rng, services, pairs, num_faults, seconds, moments, theme.kinds)
+    kinds, lasts = theme.kinds, theme.fault_seconds
+    return draw_faults(rng, services, pairs, num_faults, seconds, moments, kinds, lasts)
 
 
 def _draw_shape(rng: random.Random, theme: Theme) -> Shape:

@@ -14,7 +14,6 @@ from services.simulation.explore.members import NUM_BLOCKS, NUM_FEW_BLOCKS
 from services.simulation.explore.requests import LEAVING
 
 _FEW_BLOCKS, _BLOCKS = {"num_blocks": (NUM_FEW_BLOCKS,)}, {"num_blocks": (NUM_BLOCKS,)}
-_SOME = 0, 0, 1, 2
 _MANY = 2, 3, 5
 
 
@@ -29,6 +28,8 @@ class Theme:
     services: tuple[str, ...] = ()
     """The kinds of services that have faults."""
     num_faults: tuple[int, ...] = ()
+    fault_seconds: tuple[float, ...] = ()
+    """Limits of the durations of faults."""
     load_seconds: tuple[float, ...] = ()
     is_busy: bool = False
     comes_at_once: bool = False
@@ -51,11 +52,11 @@ THEMES = {
     ),
     "queues are short": Theme(
         foci=("several", "stop"),
-        kinds=(Kind.CRASH, Kind.DEVICE, Kind.TERMINATE),
-        services=("pool", "worker", "scheduler"),
-        num_faults=_SOME,
+        kinds=(Kind.CRASH,),
+        services=("scheduler",),
+        num_faults=(0, 1, 2, 3),
         comes_at_once=True,
-        settings={"max_num_waiting": (3,), "max_num_active_seqs": (None, 2)},
+        settings={"max_num_waiting": (3,), "max_num_active_seqs": (None, None, 2)},
     ),
     "blocks load from the tier": Theme(
         foci=("talk", LEAVING),
@@ -94,6 +95,7 @@ THEMES = {
         kinds=(Kind.CUT_ONE_WAY,),
         services=("gateway", "scheduler"),
         num_faults=_MANY,
+        fault_seconds=(40.0,),
     ),
     "replicas lose prompts": Theme(
         foci=("logprobs",),
