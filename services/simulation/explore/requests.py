@@ -23,6 +23,7 @@ _PROMPTS = 3, 16, 17, 40, 100, 200
 """The numbers of tokens of prompts. The last one is too long for a small pool."""
 _LENGTHS, _CROWDED_LENGTHS = (1, 5, 24, _LONG_ANSWER), (24, _LONG_ANSWER)
 """The numbers of tokens of answers: usually, and if pools are small."""
+_PROGRAMS = "one", "two", "three"
 _LOWEST_TOKEN, _HIGHEST_TOKEN = 300, 4000
 _TOKEN_SECONDS = 0.0045
 """The device's approximate time per token."""
@@ -218,8 +219,11 @@ def draw_arrivals(
 def _draw_program(rng: random.Random, kind: Kind) -> DeclaredProgram | None:
     if rng.random() < (0.2 if kind is Kind.TALK else 0.6):
         return None
-    name, parent = rng.sample(("one", "two", "three"), 2)
-    parent = parent if rng.random() < 0.2 else ""
+    name, parent = rng.sample(_PROGRAMS, 2)
+    if rng.random() >= 0.2:
+        parent = ""
+    elif _PROGRAMS.index(parent) > _PROGRAMS.index(name):
+        name, parent = parent, name  # no program is the parent of its parent
     tool, keep_seconds = rng.choice(("", "sed")), rng.choice((0, 0, 1, 3))
     return DeclaredProgram(name, parent, tool, rng.random() < 0.3, keep_seconds)
 
