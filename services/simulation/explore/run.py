@@ -215,7 +215,8 @@ class _Run:
         clients = [self._client(arrival) for arrival in plan.arrivals]
         async with asyncio.timeout(_LONGEST_FAULT_SECONDS):
             await asyncio.gather(*injecting)
-        async with asyncio.timeout(_ANSWER_SECONDS):
+        hang_seconds = sum(fault.hang_seconds for fault in plan.faults)
+        async with asyncio.timeout(_ANSWER_SECONDS + hang_seconds):
             await asyncio.gather(*clients)
         watching.cancel()
         if watching.done() and not watching.cancelled():
