@@ -216,7 +216,8 @@ class _Run:
         async with asyncio.timeout(_LONGEST_FAULT_SECONDS):
             await asyncio.gather(*injecting)
         hang_seconds = sum(fault.hang_seconds for fault in plan.faults)
-        async with asyncio.timeout(_ANSWER_SECONDS + hang_seconds):
+        last = max((arrival.at_seconds for arrival in plan.arrivals), default=0.0)
+        async with asyncio.timeout(_ANSWER_SECONDS + hang_seconds + last):
             await asyncio.gather(*clients)
         watching.cancel()
         if watching.done() and not watching.cancelled():
