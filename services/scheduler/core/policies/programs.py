@@ -53,6 +53,10 @@ class Program:
     contexts: dict[ContextId, "Context"] = field(default_factory=dict)
     """The program's contexts whose next turn has not arrived, the oldest first."""
 
+    @property
+    def has_family(self) -> bool:
+        return self.parent is not None or self.num_children > 0
+
 
 @dataclass(slots=True, eq=False)
 class Context:
@@ -237,7 +241,8 @@ class KnownPrograms:
         If the request names a known program, only contexts of this program are considered. If it
         names an unknown program, contexts of programs without a name are considered. In this case,
         contexts of other names are considered, too, if the request contains them as a whole,
-        because the client then seems to give each turn another name.
+        because the client then seems to give each turn another name. A program with a parent or
+        with children is not given another name, because clients refer to it by its own name.
         """
         program, declared = self._named.find(request), request.program
         is_named = declared is not None and bool(declared.id)
@@ -252,6 +257,7 @@ class KnownPrograms:
             is_free = theirs.name is None or (
                 is_whole
                 and not theirs.num_running
+                and not theirs.has_family
                 and declared is not None
                 and not declared.parent_id
             )

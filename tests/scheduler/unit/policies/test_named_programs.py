@@ -69,6 +69,16 @@ async def test_another_name_for_each_turn_is_one_program() -> None:
     assert len(agents.retention._contexts) == 1
 
 
+async def test_a_parent_keeps_its_name() -> None:
+    """Otherwise its child would be an ancestor of the new name, which could not be its child."""
+    agents = Agents()
+    context = await agents.turn("one", prompt(16), program=DeclaredProgram("a"))
+    agents.story.add("two", prompt(16, first=300), program=DeclaredProgram("b", parent_id="a"))
+    await agents.turn("three", [*context, *prompt(9, first=700)], program=DeclaredProgram("c"))
+    assert program_of(agents, "a").num_turns == program_of(agents, "c").num_turns == 1
+    agents.retention.check(asked("c", "b"))
+
+
 async def test_a_context_of_another_tenant_is_not_continued() -> None:
     agents = Agents()
     context = await agents.turn("one", prompt(16), tenant=b"a")
