@@ -6,9 +6,10 @@ package.module:Class` accepts.
 from services.common.pool.ids import ContextId
 from services.common.pool.operations import Admission
 from services.scheduler.core.policies.policy import PolicyParts
+from services.scheduler.core.policies.program.order import Turns
 from services.scheduler.core.policies.program.pauses import PauseStatistics
 from services.scheduler.core.policies.program.policy import ProgramPolicy, ProgramQueue
-from services.scheduler.core.policies.program.retention import ProgramRetention, Turns
+from services.scheduler.core.policies.program.retention import ProgramRetention
 from services.scheduler.core.request import Request
 
 

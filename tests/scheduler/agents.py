@@ -17,7 +17,8 @@ class Agents:
         retention = self.story.scheduler.retention
         assert retention is not None
         retention._clock = lambda: self.now
-        retention._continuing = 1.0  # as if the programs before had many turns
+        if isinstance(retention, ProgramRetention):
+            retention._due_times.continuing = 1.0  # as if the programs before had many turns
         self.retention: ProgramRetention = retention
         for number in range(1, 40):
             self.story.scheduler.step_costs.observe(number, number, 1.0 + 0.001 * number)

@@ -47,7 +47,9 @@ class Run:
         for _ in range(20):  # a prompt token is estimated to cost a second
             self.scheduler.step_costs.observe(1, 1, 1.0)
             self.scheduler.step_costs.observe(1, 101, 101.0)
-        self.scheduler.retention._continuing = 1.0  # as if the programs before had many turns
+        self.scheduler.retention._due_times.continuing = (
+            1.0  # as if the programs before had many turns
+        )
         self._in_flight: deque[SchedulerOutput] = deque()
 
     def add(self, key: int, token_ids: list[int], max_tokens: int) -> Request:

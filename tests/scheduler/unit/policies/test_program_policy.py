@@ -461,7 +461,7 @@ async def test_less_work_comes_first_unless_it_began_much_later(seconds: float, 
     """
     agents = Agents(num_blocks=2001, max_num_seqs=1, max_model_len=800)
     retention = agents.retention
-    retention._turn_seconds, retention._turn_tokens = 10.0, 100.0
+    retention._due_times.turn_ended(10.0 * 500, 100 * 500)  # the mean counts 1/500 of it
     for name, first_token, num_tokens in (("long", 100, 1_000), ("short", 400, 100)):
         request = agents.story.add(name, prompt(64, first_token), max_tokens=1)
         application = retention._programs[request].application

@@ -17,49 +17,16 @@ from services.common.pool.operations import (
     Outcome,
     RankContexts,
 )
-from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.policies.observer import ProgramObserver, Recomputations
 from services.scheduler.core.policies.policy import PolicyParts
 from services.scheduler.core.policies.program.ended_programs import EndedPrograms, application_of
+from services.scheduler.core.policies.program.order import DueTimes, Turns
 from services.scheduler.core.policies.program.pauses import NEVER
 from services.scheduler.core.policies.program.worth import Ranked, Worth
 from services.scheduler.core.policies.programs import Context, KnownPrograms, Program
 from services.scheduler.core.policies.retention import NoRetention
 from services.scheduler.core.program_turn import PausedProgram, ProgramTurn
 from services.scheduler.core.request import Request
-
-_CONTINUING_SMOOTHING = 0.01
-_LEAST_CONTINUING = 0.005
-"""If a smaller fraction of programs continues, requests are admitted as with fcfs."""
-_PATIENCE = 2.0
-"""A conversation is due after this multiple of the expected time of its remaining turns."""
-_PACE_SMOOTHING = 0.002
-
-
-class Turns:
-    """Counts admissions of cold and warm requests, so that no request waits forever."""
-
-    def __init__(self, config: SchedulerConfig) -> None:
-        self._config = config
-        self.num_cold = 0
-        self.num_warm = 0
-
-    def admitted(self, *, is_warm: bool, cold_waits: bool) -> None:
-        if is_warm:
-            self.num_warm += cold_waits
-        else:
-            self.num_cold, self.num_warm = self.num_cold + 1, 0
-
-    @property
-    def cold_comes_first(self) -> bool:
-        """Whether a cold request must be admitted before all other requests."""
-        return self.num_warm >= self._config.max_warm_admissions
-
-    @property
-    def oldest_comes_first(self) -> bool:
-        """Whether the longest waiting cold request precedes the other cold requests."""
-        interval = self._config.aging_interval
-        return self.num_cold % interval == interval - 1
 
 
 class ProgramRetention(NoRetention):
@@ -93,10 +60,7 @@ class ProgramRetention(NoRetention):
         self.num_retained_blocks = 0
         """Number of free blocks that belong to contexts."""
         self.turns = Turns(config)
-        self._continuing = 0.0
-        """The fraction of recent turns that continued a program or after which a tool runs."""
-        self._turn_seconds = self._turn_tokens = 0.0
-        """Means over recent turns: seconds from arrival to end, and tokens that were not cached."""
+        self._due_times = DueTimes(self._ended)
         self.first_cold: Request | None = None
         """The cold request that must be admitted before all others, if any."""
         self.version = 0
@@ -124,7 +88,7 @@ class ProgramRetention(NoRetention):
             num_blocks = int(request.tenant_max_retained_share * (config.num_blocks - 1))
             self._max_retained[request.tenant] = num_blocks
         self._ended.returned(program)
-        self._note_turn(continues=program.num_turns > 0)
+        self._due_times.note_turn(continues=program.num_turns > 0)
         program.num_turns += 1
         request.program_turn = self._turn(program, context, now)
         if context is not None:
@@ -195,8 +159,7 @@ class ProgramRetention(NoRetention):
         self._recomputations.ended(request, self.observer)
         loaded, turn = request.num_external_tokens, request.program_turn
         assert turn is not None
-        self._turn_seconds += _PACE_SMOOTHING * (now - turn.arrived - self._turn_seconds)
-        self._turn_tokens += _PACE_SMOOTHING * (num_tokens - self._turn_tokens)
+        self._due_times.turn_ended(now - turn.arrived, num_tokens)
         if loaded or turn.num_recomputed_tokens:
             self.worth.returned(loaded, turn.num_recomputed_tokens)
         declared = request.program
@@ -208,7 +171,7 @@ class ProgramRetention(NoRetention):
         context, same = self._known.pause(request, program, now, self._size)
         context.tool = "" if declared is None else declared.tool
         if context.tool or context.keep_seconds:
-            self._note_turn(continues=True)
+            self._due_times.note_turn(continues=True)
         if self._config.only_grows:  # otherwise the pool reports how many blocks are left
             context.num_blocks = num_blocks * len(self._config.all_groups)
         self._contexts[context.id] = context
@@ -226,7 +189,7 @@ class ProgramRetention(NoRetention):
             return
         context.tool = tool
         if tool:
-            self._note_turn(continues=True)
+            self._due_times.note_turn(continues=True)
         if ends and context.returned_at is None:
             self._end(context.program)
 
@@ -315,27 +278,19 @@ class ProgramRetention(NoRetention):
         return not (request.num_preemptions or self.is_warm(request))
 
     def due(self, request: Request) -> tuple[float, float]:
-        """When a request's conversation is due, and when it began. It is due `_PATIENCE` times the
-        expected time of its remaining turns after it began. The time is proportional to the tokens
-        that must be computed for these turns, including lost tokens of the context. If programs
-        have only one turn, a conversation is due when it begins, so that the order is of arrival.
-        """
+        """When a request's conversation is due, and when it began (see `DueTimes`)."""
         program, turn = self._programs.get(request), request.program_turn
         if program is None or turn is None:
             return 0.0, 0.0
-        if not (self._has_later_turns and self._turn_tokens):
-            return turn.began, turn.began
-        num_tokens = self._ended.expected_tokens(program.application, turn.num_before)
-        if (context := self._continued.get(request)) is not None:
-            num_tokens += max(0.0, context.num_tokens - self._num_cached(context))
-        seconds = num_tokens * self._turn_seconds / self._turn_tokens
-        return turn.began + _PATIENCE * seconds, turn.began
+        context = self._continued.get(request)
+        num_lost = 0.0 if context is None else context.num_tokens - self._num_cached(context)
+        return self._due_times.due(program, turn, max(0.0, num_lost)), turn.began
 
     def limit(self, terms: Admission, request: Request, num_running: int) -> None:
         """Sets how many blocks an admission beside running requests must leave free, and how many
         blocks of contexts it may evict. There are no limits if programs have only one turn.
         """
-        if not (num_running and self._has_later_turns):
+        if not (num_running and self._due_times.have_later_turns):
             return
         if self.is_cold(request):
             terms.num_blocks_kept_free = max(terms.num_blocks_kept_free, self._headroom)
@@ -346,13 +301,6 @@ class ProgramRetention(NoRetention):
 
     def held_up(self, num_running: int) -> str:
         return self.worth.held_up(num_running, self._clock())
-
-    def _note_turn(self, *, continues: bool) -> None:
-        self._continuing += _CONTINUING_SMOOTHING * (continues - self._continuing)
-
-    @property
-    def _has_later_turns(self) -> bool:
-        return self._continuing >= _LEAST_CONTINUING
 
     @property
     def _is_short(self) -> bool:
