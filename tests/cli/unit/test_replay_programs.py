@@ -131,7 +131,7 @@ async def test_with_the_settings_of_the_log_programs_are_scheduled_as_in_the_log
     history = await replayed(agents.config, agents.entries)
     run = await what_if(history, agents.config)
     logged = [len(entry["keys"]) for entry in agents.entries if entry["call"] == "schedule"]
-    assert len(run.samples) == pytest.approx(len(logged), rel=0.1)
+    assert len(run.samples) == pytest.approx(len(logged), rel=0.15)
 
 
 async def test_a_log_without_times_cannot_be_replayed_with_the_policy() -> None:
