@@ -473,7 +473,9 @@ async def test_less_work_comes_first_unless_it_began_much_later(seconds: float, 
 
 
 async def test_a_lost_context_is_remaining_work() -> None:
-    """A turn of 65 tokens takes 0.65 s from its arrival. 64 of them are in full blocks."""
+    """A turn of 65 tokens takes 0.65 s from its arrival. 64 of them are in full blocks. Tokens that
+    are loaded from host memory, as three of four, are no work.
+    """
     agents = Agents(max_model_len=160, max_num_batched_tokens=200)
     request = agents.story.add("one", prompt(61), max_tokens=4)
     while not request.is_finished:
@@ -485,6 +487,8 @@ async def test_a_lost_context_is_remaining_work() -> None:
     assert began == 0.0
     agents.retention.forget()
     assert agents.retention.due(again)[0] - due == pytest.approx(2 * 0.64)
+    agents.retention.worth.returned(num_loaded=3, num_recomputed=1)
+    assert agents.retention.due(again)[0] - due == pytest.approx(2 * (0.65 / 4 - 0.01))
 
 
 @pytest.mark.parametrize("interval", [1, 3])

@@ -42,8 +42,8 @@ class DueTimes:
     def due(self, program: Program, turn: ProgramTurn, num_lost_tokens: float) -> float:
         """When a turn's conversation is due: `_PATIENCE` times the expected time of its remaining
         turns after it began. The time is proportional to the tokens that must be computed for these
-        turns, including `num_lost_tokens` of the context. If programs have only one turn, a
-        conversation is due when it begins, so that the order is that of arrival.
+        turns, including `num_lost_tokens`, which are tokens of the context. If programs have only
+        one turn, a conversation is due when it begins, so that the order is that of arrival.
         """
         if not (self.have_later_turns and self.turn_tokens):
             return turn.began

@@ -283,8 +283,11 @@ class ProgramRetention(NoRetention):
         if program is None or turn is None:
             return 0.0, 0.0
         context = self._continued.get(request)
-        num_lost = 0.0 if context is None else context.num_tokens - self._num_cached(context)
-        return self._due_times.due(program, turn, max(0.0, num_lost)), turn.began
+        num_lost = 0.0
+        if context is not None:
+            num_lost = max(0.0, context.num_tokens - self._num_cached(context))
+            num_lost *= 1.0 - self.worth.loaded_share
+        return self._due_times.due(program, turn, num_lost), turn.began
 
     def limit(self, terms: Admission, request: Request, num_running: int) -> None:
         """Sets how many blocks an admission beside running requests must leave free, and how many

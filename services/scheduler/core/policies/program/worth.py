@@ -66,6 +66,14 @@ class Worth:
         """Whether only the kept contexts prevent the admission of the next request."""
         return self._held_up_since is not None
 
+    @property
+    def loaded_share(self) -> float:
+        """The fraction of lost context tokens that were loaded from host memory, and not computed
+        again, in recent returns of programs.
+        """
+        num_lost = self._num_loaded + self._num_recomputed
+        return self._num_loaded / num_lost if num_lost else 0.0
+
     def changed(self) -> None:
         """Must be called when a context gets its first block, loses its last one, or is dropped."""
         self._ranked = None
@@ -198,15 +206,11 @@ class Worth:
 
     def _seconds_per_token(self) -> float:
         """Seconds to compute or load a token of a context again. Assumes that the fraction of
-        tokens that are loaded from host memory is the same as in recent returns of programs. A load
-        counts only if it is faster than computing.
+        tokens that are loaded is `loaded_share`. A load counts only if it is faster than computing.
         """
         costs = self._costs
         each = costs.seconds_per_prompt_token or costs.seconds_per_decode or 1e-6
-        if self._num_loaded:
-            share = self._num_loaded / (self._num_loaded + self._num_recomputed)
-            each -= share * max(0.0, each - costs.seconds_per_loaded_token)
-        return each
+        return each - self.loaded_share * max(0.0, each - costs.seconds_per_loaded_token)
 
     def _explanation(self, num_running: int, now: float) -> str:
         """A text that explains why the context with the smallest value is kept."""
