@@ -120,12 +120,11 @@ def test_a_snapshot_replaces_the_view_when_it_is_complete(index):
     index.begin("a", 1, (FULL,))
     index.apply(KeyBatch(1, 1, old))
     index.degrade("a")
-    loading = index.load("a", 1, (FULL,), 5)
-    loading.add(new[:2])
-    assert index.match(old) == {"a": 3}
-    assert index.match(new) == {}
-    loading.add(new[2:])
-    loading.finish()
+    with index.loading("a", 1, (FULL,), 5) as add:
+        add(new[:2])
+        assert index.match(old) == {"a": 3}
+        assert index.match(new) == {}
+        add(new[2:])
     assert index.match(old) == {}
     assert index.match(new) == {"a": 3}
     assert index.view("a").digest == digest_of(new)
@@ -136,9 +135,14 @@ def test_a_snapshot_replaces_the_view_when_it_is_complete(index):
 
 def test_a_snapshot_that_is_given_up_changes_nothing(index):
     keys = chain(1, 3)
-    loading = index.load("a", 1, (FULL,), 5)
-    loading.add(keys)
-    loading.give_up()
+
+    def give_up() -> None:
+        with index.loading("a", 1, (FULL,), 5) as add:
+            add(keys)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        give_up()
     assert index.match(keys) == {}
     swept(index)
     assert index.num_keys == 0

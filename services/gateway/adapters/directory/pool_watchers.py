@@ -156,18 +156,14 @@ class PoolReader:
 
     async def _load(self, message: kvpool_pb2.WatchEventsResponse) -> None:
         self._epoch = next(self._epochs)
-        loading = self._index.load(self._node, self._epoch, self._groups, message.sequence)
-        try:
+        view = self._node, self._epoch, self._groups, message.sequence
+        with self._index.loading(*view) as add:
             for event in message.events:
                 stored = event.stored
                 step = _HASH_BYTES * _HASHES_PER_TURN
                 for at in range(0, len(stored.hashes), step):
-                    loading.add(_keys(stored.hashes[at : at + step], stored.group))
+                    add(_keys(stored.hashes[at : at + step], stored.group))
                     await asyncio.sleep(0)
-        except asyncio.CancelledError:
-            loading.give_up()
-            raise
-        loading.finish()
         self._counts.loads += 1
 
     def _begin(self, sequence: int) -> None:
@@ -175,7 +171,7 @@ class PoolReader:
         the number of the last message before the epoch.
         """
         self._epoch = next(self._epochs)
-        self._index.load(self._node, self._epoch, self._groups, sequence).finish()
+        self._index.begin(self._node, self._epoch, self._groups, sequence)
 
 
 def _keys(hashes: bytes, group: int) -> list[int]:

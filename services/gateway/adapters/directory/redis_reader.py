@@ -298,16 +298,12 @@ class RedisReader:
             self._index.degrade(record.node)
             return
         snapshot, parts = found
-        loading = self._index.load(record.node, record.epoch, record.groups, snapshot.sequence)
-        try:
+        view = record.node, record.epoch, record.groups, snapshot.sequence
+        with self._index.loading(*view) as add:
             for keys in parts:
-                loading.add(keys)
+                add(keys)
                 self._applied_since_turn += len(keys) + 16
                 await self._let_others_run()
-        except asyncio.CancelledError:
-            loading.give_up()
-            raise
-        loading.finish()
         self.counts.loads += 1
         self._loaded[record.node] = snapshot.epoch, snapshot.sequence
         self._behind.pop(record.node, None)

@@ -1,15 +1,10 @@
 """One node's part of the index of cached prefixes. A node is the KV-cache pool of one replica."""
 
 import enum
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup
 from services.common.pool.kv_directory import Digest
-
-if TYPE_CHECKING:
-    from services.gateway.core.prefix_index.prefix_index import PrefixIndex
 
 
 class DirectoryState(enum.Enum):
@@ -81,22 +76,3 @@ class NodeView:
     @property
     def digest(self) -> Digest:
         return Digest(self.count, self.xor)
-
-
-class Loading:
-    """A snapshot of a node's keys that is loaded in parts, and then replaces the node's view."""
-
-    def __init__(self, index: "PrefixIndex", view: NodeView) -> None:
-        self._index = index
-        self._view = view
-
-    def add(self, keys: Iterable[int]) -> None:
-        self._index.add_keys(self._view, keys)
-
-    def finish(self) -> None:
-        self._index.remove(self._view.node)
-        self._index.show(self._view)
-
-    def give_up(self) -> None:
-        """Discards the loaded keys. The existing view stays in use."""
-        self._index.retire(self._view)

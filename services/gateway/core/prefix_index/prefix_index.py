@@ -14,14 +14,15 @@ invalid at once. `sweep` removes the old bit from the table in small steps, so t
 long even if the table is large.
 """
 
-from collections.abc import Iterable, Sequence
-from functools import reduce
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial, reduce
 from operator import or_
 
 from services.common.pool.kv_cache_groups import KVCacheGroup
 from services.common.pool.kv_directory import KeyBatch, NodeLease, group_salt
 from services.common.pool.prefix_depth import IsCached, prefix_depth
-from services.gateway.core.prefix_index.node_view import Applied, DirectoryState, Loading, NodeView
+from services.gateway.core.prefix_index.node_view import Applied, DirectoryState, NodeView
 
 JUMP = 128
 NUM_SHARDS = 1024
@@ -106,22 +107,22 @@ class PrefixIndex:
 
     # Changes that the source of the views reports.
 
-    def begin(self, node: str, epoch: int, groups: tuple[KVCacheGroup, ...]) -> NodeView:
+    def begin(
+        self, node: str, epoch: int, groups: tuple[KVCacheGroup, ...], sequence: int = 0
+    ) -> None:
         """Makes an empty view for a new epoch of a node, which begins with a reset of its pool. The
-        view equals the empty pool, and no entry of the pool's log is applied yet. The node's
-        earlier keys become invalid.
+        view equals the empty pool after the log entry `sequence`. The node's earlier keys become
+        invalid.
         """
         self.remove(node)
-        view = NodeView(node, epoch, groups, 0, self._new_bit(), is_exact=True)
-        self.show(view)
-        return view
+        self._show(NodeView(node, epoch, groups, sequence, self._new_bit(), is_exact=True))
 
     def remove(self, node: str) -> None:
         """Does nothing if the node is not known."""
         view = self._views.pop(node, None)
         if view is not None:
             del self._by_epoch[view.epoch]
-            self.retire(view)
+            self._retire(view)
 
     def apply(self, batch: KeyBatch) -> Applied:
         """Applies a batch of added and removed keys, and returns the outcome. The batch was applied
@@ -137,7 +138,7 @@ class PrefixIndex:
         if batch.sequence != view.sequence + 1:
             view.is_exact = False
             return Applied.GAP
-        self.add_keys(view, batch.added)
+        self._add_keys(view, batch.added)
         self._discard(view, batch.removed)
         view.sequence = batch.sequence
         if batch.digest is not None and batch.digest != view.digest:
@@ -161,14 +162,21 @@ class PrefixIndex:
             view.is_exact = False
         return view.is_exact
 
-    def load(
+    @contextmanager
+    def loading(
         self, node: str, epoch: int, groups: tuple[KVCacheGroup, ...], sequence: int
-    ) -> Loading:
-        """Starts loading a node from a snapshot. An existing view stays in use until `finish` of
-        the returned Loading is called.
+    ) -> Iterator[Callable[[Iterable[int]], None]]:
+        """Loads a node from a snapshot, whose keys the block passes in parts to the returned
+        function. The existing view stays in use until the block ends, or longer if it raises.
         """
         view = NodeView(node, epoch, groups, sequence, self._new_bit(), is_exact=True)
-        return Loading(self, view)
+        try:
+            yield partial(self._add_keys, view)
+        except BaseException:
+            self._retire(view)
+            raise
+        self.remove(node)
+        self._show(view)
 
     def sweep(self) -> bool:
         """Removes invalid bits from one shard. Returns whether any invalid bits are left."""
@@ -270,7 +278,7 @@ class PrefixIndex:
 
     # The table.
 
-    def add_keys(self, view: NodeView, keys: Iterable[int]) -> None:
+    def _add_keys(self, view: NodeView, keys: Iterable[int]) -> None:
         shards, bit, interned = self._shards, view.bit, self._interned
         count, xor = view.count, view.xor
         for key in keys:
@@ -308,7 +316,7 @@ class PrefixIndex:
         """
         return self._interned.setdefault(held, held)
 
-    def show(self, view: NodeView) -> None:
+    def _show(self, view: NodeView) -> None:
         self._views[view.node] = view
         self._by_epoch[view.epoch] = view
         self._node_of_bit[view.bit] = view.node
@@ -316,7 +324,7 @@ class PrefixIndex:
         if view.has_full_prefixes:
             self._jumping |= view.bit
 
-    def retire(self, view: NodeView) -> None:
+    def _retire(self, view: NodeView) -> None:
         self._live &= ~view.bit
         self._jumping &= ~view.bit
         self._retired |= view.bit
