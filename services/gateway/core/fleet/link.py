@@ -1,13 +1,8 @@
-"""The interfaces that a Replica uses: the connection to its scheduler, and its listener."""
+"""The interface through which a Replica uses the connection to its scheduler."""
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from services.common.errors import StepwellError
-from services.gateway.core.fleet.sequence_trace import ResubmitCause
 from services.gateway.core.request.inflight import Inflight
-
-if TYPE_CHECKING:
-    from services.gateway.core.fleet.replica import Replica
 
 
 class Link(Protocol):
@@ -32,29 +27,3 @@ class Link(Protocol):
 
     def end_turn(self, handle: int, tool: str) -> None:
         """Tells the scheduler which tool the client runs after the ended sequence."""
-
-
-class ReplicaListener(Protocol):
-    """The methods of the fleet by which a replica reports its events."""
-
-    def replica_changed(self, replica: "Replica") -> None:
-        """A session with the scheduler was opened, or the replica became able or unable to run
-        steps.
-        """
-
-    def replica_lost(self, inflights: list[Inflight], cause: ResubmitCause) -> None:
-        """The session with the scheduler ended for `cause`. The replica had these sequences."""
-
-    def request_rejected(
-        self, inflight: Inflight, error: StepwellError, replica: "Replica"
-    ) -> None:
-        """The scheduler refused a sequence."""
-
-    def sequence_started(self, inflight: Inflight) -> None:
-        """A sequence was scheduled at the replica for the first time."""
-
-    def sequence_left(self, inflight: Inflight) -> None:
-        """A sequence ended at the replica, or was aborted, refused or lost."""
-
-    def load_reported(self, replica: "Replica") -> None:
-        """The replica's scheduler reported its queue or its load."""

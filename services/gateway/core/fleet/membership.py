@@ -7,8 +7,8 @@ from contextlib import suppress
 from typing import Protocol
 
 from services.common.errors import Unavailable
-from services.gateway.core.fleet.link import Link, ReplicaListener
-from services.gateway.core.fleet.replica import Replica
+from services.gateway.core.fleet.link import Link
+from services.gateway.core.fleet.replica import Replica, ReplicaListener
 from services.gateway.core.fleet.served_model import ServedModel
 from services.gateway.core.ports import Clock
 from services.gateway.core.request.model_limits import ModelLimits, tightest_limits

@@ -5,12 +5,13 @@ prompt and one answer of a request) that this gateway has sent to it.
 import itertools
 import logging
 from functools import partial
+from typing import Protocol
 
 from services.common.errors import ResourceExhausted, StepwellError
 from services.common.replica.load import ReplicaLoad
 from services.common.replica.queue_state import QueueState
 from services.common.request.finish import Finish
-from services.gateway.core.fleet.link import Link, ReplicaListener
+from services.gateway.core.fleet.link import Link
 from services.gateway.core.fleet.load_tracker import LoadTracker
 from services.gateway.core.fleet.recent_prefixes import RecentPrefixes
 from services.gateway.core.fleet.replica_description import ReplicaDescription, ReplicaState
@@ -48,7 +49,7 @@ class Replica:
     is a series of requests (turns), which continue one sequence.
     """
 
-    def __init__(self, address: str, link: Link, clock: Clock, listener: ReplicaListener) -> None:
+    def __init__(self, address: str, link: Link, clock: Clock, listener: "ReplicaListener") -> None:
         self.address = address
         self.is_connected = False
         self.description: ReplicaDescription | None = None
@@ -327,3 +328,27 @@ class Replica:
         while (handle := next(self._handles) % _MAX_HANDLE) in self.running or handle in self._held:
             pass
         return handle
+
+
+class ReplicaListener(Protocol):
+    """The methods of the fleet by which a replica reports its events."""
+
+    def replica_changed(self, replica: Replica) -> None:
+        """A session with the scheduler was opened, or the replica became able or unable to run
+        steps.
+        """
+
+    def replica_lost(self, inflights: list[Inflight], cause: ResubmitCause) -> None:
+        """The session with the scheduler ended for `cause`. The replica had these sequences."""
+
+    def request_rejected(self, inflight: Inflight, error: StepwellError, replica: Replica) -> None:
+        """The scheduler refused a sequence."""
+
+    def sequence_started(self, inflight: Inflight) -> None:
+        """A sequence was scheduled at the replica for the first time."""
+
+    def sequence_left(self, inflight: Inflight) -> None:
+        """A sequence ended at the replica, or was aborted, refused or lost."""
+
+    def load_reported(self, replica: Replica) -> None:
+        """The replica's scheduler reported its queue or its load."""
