@@ -19,9 +19,9 @@ from services.common.request.pooling import PoolingParams
 from services.common.request.program import DeclaredProgram
 from services.common.request.prompt_embeds import PromptEmbeds
 from services.common.request.sampling import SamplingParams
+from services.scheduler.core.computed_tokens import ComputedTokens
 from services.scheduler.core.grammar import GrammarStatus
 from services.scheduler.core.input_chunk import InputChunk
-from services.scheduler.core.planning.running_requests import ComputedTokens
 from services.scheduler.core.program_turn import ProgramTurn
 from services.scheduler.core.timelines.timeline import RequestTimes
 

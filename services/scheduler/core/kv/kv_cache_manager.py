@@ -9,9 +9,9 @@ from services.common.pool import operations as ops
 from services.common.pool.block_hash import BlockHash
 from services.common.pool.ids import BlockId, ContextId
 from services.common.pool.operations import Admission, BlockCopy, Commit, Grow, Operation, Outcome
+from services.scheduler.core.computed_tokens import num_computed_tokens_of, with_num_computed_tokens
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.kv.pending_operations import PendingOperations
-from services.scheduler.core.planning import running_requests
 from services.scheduler.core.planning.step_builder import PlannedSteps, StepBuilder
 from services.scheduler.core.ports import KVPool, PoolLost
 from services.scheduler.core.request import Request
@@ -118,7 +118,7 @@ class KVCacheManager:
         operations: list[Operation] = []
         growing = [one for one in requests if self.needs_slots(one, one.num_computed_tokens)]
         if growing:
-            starts = running_requests.num_computed_tokens_of(growing)
+            starts = num_computed_tokens_of(growing)
             keys = [request.key for request in growing]
             operations.append(Grow(keys, starts, list(map(self.num_slots, starts))))
         filling = self._filled(requests) if self._config.enable_prefix_caching else []
@@ -225,7 +225,7 @@ class KVCacheManager:
         sliding windows of steps in flight still include, because these steps may read the block,
         and their drafts may be rejected.
         """
-        starts = running_requests.num_computed_tokens_of(growing)
+        starts = num_computed_tokens_of(growing)
         keys = [request.key for request in growing]
         ends = [builder.off_fast_path[request] for request in growing]
         slots = list(map(self.num_slots, ends))
@@ -264,7 +264,7 @@ class KVCacheManager:
             return []
         size = self._hash_block_size
         filling: list[_Filling] = []
-        for request, start in running_requests.with_num_computed_tokens(leaving):
+        for request, start in with_num_computed_tokens(leaving):
             end = start + 1
             if end % size == 0 and end <= len(request.token_ids):
                 filling.append((request.admission_number, end, request))
@@ -283,7 +283,7 @@ class KVCacheManager:
         size, num_unknown = self._hash_block_size, int(self._config.async_scheduling)
         return [
             (request.admission_number, end, request)
-            for request, computed in running_requests.with_num_computed_tokens(requests)
+            for request, computed in with_num_computed_tokens(requests)
             if (end := computed - num_unknown) >= (request.num_committed_blocks + 1) * size
         ]
 

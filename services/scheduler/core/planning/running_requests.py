@@ -7,18 +7,14 @@ of the request, and a clock that all requests on the fast path share. Planning a
 clock, and so increases the number for each of them.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import count
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from services.scheduler.core.request import Request
+from services.scheduler.core.computed_tokens import STOPPED, StepClock
+from services.scheduler.core.request import Request
 
 _admission_number = attrgetter("admission_number")
 
@@ -106,7 +102,7 @@ class RunningRequests:
         """Separates the requests' numbers of computed tokens from the shared clock."""
         for request in requests:
             request.origin += request.clock.now
-            request.clock, request.is_on_fast_path = _STOPPED, False
+            request.clock, request.is_on_fast_path = STOPPED, False
         self._off_fast_path.update(requests)
 
     def advance(self, num_steps: int = 1) -> None:
@@ -127,40 +123,3 @@ class RunningRequests:
         self.advance(num_steps)
         for end in [end for end in self._calendar if end < self._clock.now]:
             self._leave_fast_path(self._calendar.pop(end))
-
-
-@dataclass(slots=True, eq=False)
-class StepClock:
-    now: int = 0
-
-
-_STOPPED = StepClock()
-"""The clock of requests off the fast path, which stays at 0."""
-
-
-@dataclass(slots=True, eq=False)
-class ComputedTokens:
-    """The base class of `Request`, which stores the number of computed tokens."""
-
-    is_on_fast_path: bool = field(init=False, default=False)
-    """Whether each step computes exactly one more token of the request, in the same blocks."""
-    origin: int = field(init=False, default=0)
-    clock: StepClock = field(init=False, default=_STOPPED)
-
-    @property
-    def num_computed_tokens(self) -> int:
-        """Number of tokens whose keys and values are stored once all planned steps have run."""
-        return self.origin + self.clock.now
-
-    @num_computed_tokens.setter
-    def num_computed_tokens(self, num_tokens: int) -> None:
-        self.origin = num_tokens - self.clock.now
-
-
-def num_computed_tokens_of(requests: Iterable[Request]) -> list[int]:
-    """`num_computed_tokens` of each request, without calling the property, which is slower."""
-    return [request.origin + request.clock.now for request in requests]
-
-
-def with_num_computed_tokens(requests: Iterable[Request]) -> list[tuple[Request, int]]:
-    return [(request, request.origin + request.clock.now) for request in requests]

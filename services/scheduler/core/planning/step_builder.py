@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from services.common.pool.block_hash import BlockHash
+from services.scheduler.core.computed_tokens import num_computed_tokens_of
 from services.scheduler.core.grammar import GrammarStatus
 from services.scheduler.core.output import SchedulerOutput, WaitReason, preparation_wait
-from services.scheduler.core.planning.running_requests import num_computed_tokens_of
 from services.scheduler.core.planning.step_encoder import StepEncoder
 from services.scheduler.core.request import Request, RequestStatus
 
