@@ -3,24 +3,35 @@ because it stores them outside the KV cache (in host memory or another replica).
 """
 
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from services.common.pool.kv_cache_groups import AttentionType, hit_block_size
-from services.common.pool.operations import Admission, StopReason
+from services.common.pool.operations import Admission, BlockTables, StopReason
 from services.scheduler.core.engine.replica_state import ReplicaState
 from services.scheduler.core.output import WaitReason
 from services.scheduler.core.planning.admission import AdmissionPlan, PassedOver
 from services.scheduler.core.planning.step_builder import StepBuilder
+from services.scheduler.core.planning.transfers import Transfers
 from services.scheduler.core.request import Request, RequestStatus
 from services.scheduler.options.transfers.core.kv_connector import ExternalMatch
-
-if TYPE_CHECKING:
-    from services.scheduler.options.transfers.core.kv_transfers import KVTransfers
+from services.scheduler.options.transfers.core.reserved_blocks import ReservedBlocks
 
 LOOKUP_BATCH = 8
 """Number of further waiting requests whose prefixes are looked up in the transaction of a lookup.
 It is small because each admission makes the hits of all waiting requests invalid.
 """
+
+
+class Loads(Transfers, Protocol):
+    """Transfers that can load external hits."""
+
+    reserved: ReservedBlocks
+
+    def match(self, request: Request, num_computed_tokens: int) -> ExternalMatch | None:
+        """Asks the connector how many tokens after `num_computed_tokens` it can load."""
+
+    def begin_load(self, request: Request, blocks: BlockTables, num_external_tokens: int) -> None:
+        """Begins an asynchronous load of the last `num_external_tokens` computed tokens."""
 
 
 class ExternalHits:
@@ -32,7 +43,7 @@ class ExternalHits:
     `kv_waiting`, without a row of the batch. After the load it is admitted like other requests.
     """
 
-    def __init__(self, state: ReplicaState, transfers: "KVTransfers") -> None:
+    def __init__(self, state: ReplicaState, transfers: Loads) -> None:
         self._config = state.config
         self._queues = state.queues
         self._running = state.running
