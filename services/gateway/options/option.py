@@ -38,12 +38,12 @@ from services.gateway.core.ports import Clock
 from services.gateway.core.prefix_index.prefix_index import PrefixIndex
 from services.gateway.core.request.generation import Generation
 from services.gateway.core.request.inference import Inference
+from services.gateway.options.server_parts import CallParts, RouteParts, StreamCall
 
 CallContext = grpc.aio.ServicerContext[Any, Any]
 
 if TYPE_CHECKING:
     from services.common.tls.credentials import Tls
-    from services.gateway.options.server_parts import CallParts, RouteParts, StreamCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class Option:
         """Limit on the number of concurrent gRPC streams of this option's calls."""
         return 0
 
-    def routes(self, parts: "RouteParts", options: "Options") -> Sequence[Route]:  # noqa: ARG002
+    def routes(self, parts: RouteParts, options: "Options") -> Sequence[Route]:  # noqa: ARG002
         """Returns this option's routes of the clients' HTTP API. They replace routes with the same
         paths. `options` are all options of the gateway.
         """
@@ -121,9 +121,9 @@ class Option:
 
     def calls(
         self,
-        parts: "CallParts",  # noqa: ARG002
+        parts: CallParts,  # noqa: ARG002
         options: "Options",  # noqa: ARG002
-    ) -> Mapping[str, "StreamCall"]:
+    ) -> Mapping[str, StreamCall]:
         """Returns a map from methods' names of the clients' gRPC service to their handlers."""
         return {}
 

@@ -4,10 +4,10 @@ client disconnects, the work is cancelled.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.types import Receive, Scope, Send
 
@@ -32,13 +32,28 @@ from services.gateway.core.caller import Caller
 from services.gateway.core.gate import Gate
 from services.gateway.core.request.arrivals import Arrival
 from services.gateway.core.request.delivery import Answers
-from services.gateway.core.request.generation import best_answers
+from services.gateway.core.request.generation import Generation, best_answers
 from services.gateway.core.request.inference import Inference
 from services.gateway.core.request.request import ClientRequest
 from services.gateway.core.traces.timeline import Part
-from services.gateway.options.option import Options
 
 logger = logging.getLogger(__name__)
+
+
+class RequestHooks(Protocol):
+    """The hooks of the gateway's options in requests that run the model."""
+
+    def needs_room(self, headers: Mapping[str, str], caller: Caller) -> bool:
+        """Whether a request needs room at a replica. A request whose answer already exists needs
+        none. Header names are in lower case. Raises InvalidArgument for an invalid header.
+        """
+
+    async def before_queue(
+        self, generation: Generation, record: RequestRecord, api: str
+    ) -> Generation:
+        """Called for a checked request before its sequences are queued. Returns the Generation to
+        run. `api` is the kind of answer. The call is cancelled at the request's deadline.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +82,7 @@ class GenerationReply:
         self,
         read: Callable[[ExitStack], Awaitable[Exchange]],
         inference: Inference,
-        options: Options,
+        hooks: RequestHooks,
         gate: Gate,
         observer: Observer,
         keep_alive: float,
@@ -78,7 +93,7 @@ class GenerationReply:
         """
         self._read = read
         self._inference = inference
-        self._options = options
+        self._hooks = hooks
         self._gate = gate
         self._observer = observer
         self._keep_alive = keep_alive
@@ -137,7 +152,7 @@ class GenerationReply:
             generation = await inference.prepare(request, record.trace_headers, exchange.deadline)
             if stream is None:
                 inference.check_num_logprobs(generation)
-            generation = await self._options.before_queue(generation, record, api.id_prefix)
+            generation = await self._hooks.before_queue(generation, record, api.id_prefix)
         record.enter(Part.PREPARE)
         adapter = generation.request.adapter
         name = inference.model_name if adapter is None else adapter.name

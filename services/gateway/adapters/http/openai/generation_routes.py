@@ -18,7 +18,11 @@ from services.gateway.adapters.http.exchange.deadline import deadline_of
 from services.gateway.adapters.http.exchange.errors import MESSAGES
 from services.gateway.adapters.http.exchange.parse import BodyReader
 from services.gateway.adapters.http.exchange.program_fields import program_of
-from services.gateway.adapters.http.exchange.reply import Exchange, GenerationReply
+from services.gateway.adapters.http.exchange.reply import (
+    Exchange,
+    GenerationReply,
+    RequestHooks,
+)
 from services.gateway.adapters.http.exchange.request_state import ARRIVAL
 from services.gateway.adapters.http.openai.bodies import (
     ChatCompletionBody,
@@ -46,7 +50,6 @@ from services.gateway.core.gate import Gate
 from services.gateway.core.request.inference import Inference
 from services.gateway.core.request.request import ClientRequest
 from services.gateway.core.request.request_check import check_request_id
-from services.gateway.options.option import Options
 
 B = TypeVar("B", bound=AskingBody)
 
@@ -76,7 +79,7 @@ class GenerationRoutes:
     def __init__(
         self,
         inference: Inference,
-        options: Options,
+        hooks: RequestHooks,
         gate: Gate,
         observer: Observer,
         bodies: BodyReader,
@@ -86,7 +89,7 @@ class GenerationRoutes:
         keep-alives.
         """
         self._inference = inference
-        self._options = options
+        self._hooks = hooks
         self._gate = gate
         self._observer = observer
         self._bodies = bodies
@@ -140,7 +143,7 @@ class GenerationRoutes:
             deadline = deadline_of(record.headers, record.timeline.began)
             arrival = state.get(ARRIVAL)
             if arrival is None:
-                needs_room = is_pooled or self._options.needs_room(record.headers, caller)
+                needs_room = is_pooled or self._hooks.needs_room(record.headers, caller)
                 arrival = self._inference.arriving(caller, deadline, needs_room=needs_room)
             entered.enter_context(arrival)
             body = await self._bodies.read(request, body_type)
@@ -169,7 +172,7 @@ class GenerationRoutes:
             )
 
         return GenerationReply(
-            read, self._inference, self._options, self._gate, self._observer, self._keep_alive
+            read, self._inference, self._hooks, self._gate, self._observer, self._keep_alive
         )
 
 
