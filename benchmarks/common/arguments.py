@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 
-from benchmarks.common.models import is_model
-
 DEMO = Path("models/demo")
 
 
@@ -29,6 +27,10 @@ def add_sized_model(parser: argparse.ArgumentParser, default: str = "135m") -> N
     parser.add_argument(
         "--model", default=default, help="model directory, or size of a random model"
     )
+
+
+def is_model(name: str | Path) -> bool:
+    return (Path(name) / "config.json").is_file()
 
 
 def model_directory(text: str) -> Path:

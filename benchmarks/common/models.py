@@ -35,10 +35,6 @@ def find_model(name: str, num_tokens: int | None = None) -> Path:
     return directory
 
 
-def is_model(name: str | Path) -> bool:
-    return (Path(name) / "config.json").is_file()
-
-
 def read_config(model: Path) -> dict[str, Any]:
     config: dict[str, Any] = json.loads((model / "config.json").read_text())
     return config

@@ -25,8 +25,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from benchmarks.common.arguments import checkout, counts, make_parser
-from benchmarks.common.models import RANDOM_MODELS, is_model
+from benchmarks.common.arguments import checkout, counts, is_model, make_parser
+from benchmarks.common.models import RANDOM_MODELS
 from benchmarks.common.runs import run_measurement
 from benchmarks.serving.comparison import Schedule
 from benchmarks.serving.measurement import Options, Part, measure

@@ -40,10 +40,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.arguments import checkout, make_parser, program
+from benchmarks.common.arguments import checkout, is_model, make_parser, program
 from benchmarks.common.console import log, show
 from benchmarks.common.machine import machine, machine_text
-from benchmarks.common.models import find_model, is_model
+from benchmarks.common.models import find_model
 from benchmarks.common.random_model import SIZES, read_shape
 from benchmarks.worker.engine_process import ROOT, EngineEnded, EngineProcess
 from benchmarks.worker.limits import LimitProbe
