@@ -4,15 +4,13 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from grpc._cython import cygrpc
 
-from services.simulation.runtime.network import digest
-
-if TYPE_CHECKING:
-    from services.simulation.runtime.grpc_client import MemoryCore
-    from services.simulation.runtime.grpc_server import ServerCall
+from services.simulation.runtime.loop import VirtualLoop
+from services.simulation.runtime.network import Network, Pipe, digest
+from services.simulation.runtime.process import Process
 
 Metadata = tuple[tuple[str, Any], ...]
 
@@ -21,13 +19,44 @@ UNAVAILABLE = 14
 _OK, _CANCELLED, _DEADLINE_EXCEEDED = 0, 1, 4
 
 
+class ServedCall(Protocol):
+    """The server's side of a call, as the client's side uses it."""
+
+    up: Pipe
+    num_unread_bytes: int
+
+    def receive(self, message: bytes) -> None: ...
+
+    def half_close(self) -> None: ...
+
+    def reset(self) -> None: ...
+
+    def has_read(self) -> None: ...
+
+
+class CallCore(Protocol):
+    """The client's connections, as a call uses them."""
+
+    network: Network
+    loop: VirtualLoop
+    process: Process
+    target: str
+    window_bytes: int
+
+    async def connected(self, call: "MemoryCall") -> bool: ...
+
+    def begin(self, call: "MemoryCall", metadata: Metadata) -> ServedCall: ...
+
+    def ended(self, call: "MemoryCall") -> None: ...
+
+
 class MemoryCall:
     """Replaces the `_AioCall` that a call of grpc.aio uses. The call has a status when all its
     messages are read, or when it is broken, cancelled or past its deadline.
     """
 
     def __init__(
-        self, core: "MemoryCore", method: str, deadline: float | None, waits_for_ready: bool
+        self, core: CallCore, method: str, deadline: float | None, waits_for_ready: bool
     ) -> None:
         self.method = method
         self.window_bytes = core.window_bytes
@@ -42,7 +71,7 @@ class MemoryCall:
         self._changed: list[asyncio.Future[None]] = []
         self._done_callbacks: list[Callable[[], object]] = []
         self._is_locally_cancelled = False
-        self._served: ServerCall | None = None
+        self._served: ServedCall | None = None
         self._messages: deque[bytes] = deque()
         self._final: Any = None
         self._timer: asyncio.TimerHandle | None = None

@@ -7,7 +7,7 @@ MemoryCall. Messages are bytes.
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from grpc._cython import cygrpc
 from grpc.aio._channel import Channel
@@ -18,6 +18,7 @@ from services.simulation.runtime.grpc_call import (
     MemoryCall,
     Metadata,
 )
+from services.simulation.runtime.grpc_server import MemoryServer, ServedConnection, ServerCall
 from services.simulation.runtime.loop import VirtualLoop
 from services.simulation.runtime.network import (
     CLOSED,
@@ -27,9 +28,6 @@ from services.simulation.runtime.network import (
     Pipe,
     current_process,
 )
-
-if TYPE_CHECKING:
-    from services.simulation.runtime.grpc_server import MemoryServer, ServedConnection, ServerCall
 
 _CONNECT_SECONDS = 5.0
 """Limit on an attempt to connect."""
@@ -81,7 +79,7 @@ class MemoryCore:
         self.process = current_process()
         lookahead = options.get("grpc.http2.lookahead_bytes", 0)
         self.window_bytes = max(DEFAULT_WINDOW_BYTES, lookahead)
-        self._target = target
+        self.target = target
         self._state = _IDLE
         self._end: End | None = None
         self._server: MemoryServer | None = None
@@ -128,14 +126,14 @@ class MemoryCore:
         _credentials: Any,
         wait_for_ready: bool | None,
         *_: Any,
-    ) -> "MemoryCall":
+    ) -> MemoryCall:
         if self._is_closing or self._state == _SHUTDOWN:
             raise cygrpc.UsageError("Channel is closed.")
         return MemoryCall(self, method.decode(), deadline, bool(wait_for_ready))
 
     # Connections.
 
-    async def connected(self, call: "MemoryCall") -> bool:
+    async def connected(self, call: MemoryCall) -> bool:
         """Waits until `call` can begin, and returns True. Returns False if the call has ended."""
         while self._state != _READY:
             if self._state == _FAILED and not call.waits_for_ready:
@@ -151,7 +149,7 @@ class MemoryCore:
                 self._waiting.pop(call, None)
         return True
 
-    def begin(self, call: "MemoryCall", metadata: Metadata) -> "ServerCall":
+    def begin(self, call: MemoryCall, metadata: Metadata) -> ServerCall:
         assert self._server is not None
         assert self._end is not None
         server, client = self._server, self.process
@@ -163,7 +161,7 @@ class MemoryCore:
         up.send(server.open, served, self._served)
         return served
 
-    def ended(self, call: "MemoryCall") -> None:
+    def ended(self, call: MemoryCall) -> None:
         self._calls.pop(call, None)
         if (waiter := self._waiting.pop(call, None)) is not None and not waiter.done():
             waiter.set_result(False)
@@ -189,18 +187,17 @@ class MemoryCore:
         if self._state == _SHUTDOWN:
             return
         self._failure = (
-            "failed to connect to all addresses; last error: UNKNOWN: "
-            f"ipv4:{self._target}: {reason}"
+            f"failed to connect to all addresses; last error: UNKNOWN: ipv4:{self.target}: {reason}"
         )
         self._set_state(_FAILED)
         for call in list(self._waiting):
             if not call.waits_for_ready:
                 call.fail(UNAVAILABLE, self._failure)
-        rng = self.loop.rng_of("backoff", self.process.name, self._target)
+        rng = self.loop.rng_of("backoff", self.process.name, self.target)
         self.loop.call_later(rng.uniform(*_BACKOFF_SECONDS), self._try_again)
 
     def attempt_succeeded(
-        self, server: "MemoryServer", connection: Connection, served: "ServedConnection"
+        self, server: MemoryServer, connection: Connection, served: ServedConnection
     ) -> None:
         if self._state == _SHUTDOWN:
             connection.ends[0].close()
@@ -224,10 +221,6 @@ class MemoryCore:
         for call, end in list(self._calls.items()):
             if end is lost:
                 call.fail(UNAVAILABLE, reason)
-
-    @property
-    def target(self) -> str:
-        return self._target
 
 
 class _Attempt:
@@ -255,7 +248,7 @@ class _Attempt:
         pipe = Pipe(network, core.process, listener.process)
         pipe.send(self._arrived, listener)
 
-    def _arrived(self, listener: "MemoryServer") -> None:
+    def _arrived(self, listener: MemoryServer) -> None:
         """Runs in the server's process."""
         core = self._core
         back = Pipe(core.network, listener.process, core.process)
@@ -266,7 +259,7 @@ class _Attempt:
         served = listener.accept(connection.ends[1])
         back.send(self._succeed, listener, connection, served)
 
-    def _succeed(self, listener: "MemoryServer", connection: Connection, served: Any) -> None:
+    def _succeed(self, listener: MemoryServer, connection: Connection, served: Any) -> None:
         if self._is_over:
             connection.ends[0].close()
             return
