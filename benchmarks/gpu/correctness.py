@@ -24,6 +24,7 @@ def run(platform: CudaPlatform, _copy: float) -> bool:
     print("\n| case | mixed | recorded | seconds, compiling included | |")
     print("| --- | ---: | ---: | ---: | --- |")
     right = [attempt(partial(is_right, case), f"| {named(case)}") for case in cases()]
+    right.append(attempt(many_lanes, "| many lanes"))
     right.append(attempt(lambda: splits(platform.device), "| splits"))
     right.append(attempt(lambda: operations(platform.kernels()), "| operations"))
     return all(right)
@@ -49,6 +50,17 @@ def is_right(case: Case) -> bool:
     good = max(mixed, recorded) < TOLERANCE[case.dtype]
     figures = f"{mixed:.1e} | {recorded:.1e} | {took:.1f}"
     print(f"| {named(case)} | {figures} | {verdict(good)} |", flush=True)
+    return good
+
+
+def many_lanes() -> bool:
+    """Prints the largest difference in a step whose lanes exceed the limits of a grid."""
+    case = Case(64, 32, 8, 128, window=100, dtype=torch.bfloat16)
+    check = AttentionCheck(case, CudaDevice(), 4, 4096)
+    check.store([50] * 4)
+    difference = check.step([2100] * 4)
+    good = difference < TOLERANCE[case.dtype]
+    print(f"| many lanes | {difference:.1e} | | | {verdict(good)} |", flush=True)
     return good
 
 

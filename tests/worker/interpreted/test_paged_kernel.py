@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.attention_check import AttentionCheck, Case
+from services.worker.backends.cuda import sub_chunks
 from tests.worker.interpreted.interpreted_ops import AnywhereSplitK, WideCpu
 
 # Each pair of values of page size, ratio of heads and kind of window, not all combinations.
@@ -32,6 +33,16 @@ def test_decodes_and_chunks_equal_plain_attention(case: Case) -> None:
     check = AttentionCheck(case, WideCpu(), 5, 1024, AnywhereSplitK)
     check.store([0, 37, 300, 45, 0])
     assert check.step([1, 1, 1, 17, 3]) < tolerance(case)
+
+
+def test_lanes_in_several_calls_equal_plain_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight lanes of 16 queries are cut into calls of two lanes, with at most 34 rows of a grid."""
+    monkeypatch.setattr(sub_chunks, "_MOST_GRID_ROWS", 34)
+    case = Case(16, 2, 1, 16, window=20)
+    torch.manual_seed(1)
+    check = AttentionCheck(case, WideCpu(), 2, 128, AnywhereSplitK)
+    check.store([30, 0])
+    assert check.step([40, 20]) < tolerance(case)
 
 
 @pytest.mark.parametrize("case", [Case(32, 4, 2, 32), Case(32, 4, 2, 32, window=9)], ids=str)

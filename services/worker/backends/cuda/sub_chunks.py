@@ -20,6 +20,11 @@ MOST_SPLITS = 32
 FEWEST_KEYS_PER_SPLIT = 256
 ENOUGH_PROGRAMS = 256
 
+_MOST_GRID_ROWS = 65535
+"""CUDA's limit on the second axis of a grid. The kernel has a row for each lane and KV head."""
+_MOST_INDEX = 2**31 - 1
+"""xFormers numbers the keys of all lanes' block tables in int32."""
+
 
 @dataclass(frozen=True, slots=True)
 class SubChunks:
@@ -74,6 +79,14 @@ def cut(num_queries: Int32Array, seq_lens: Int32Array, size: int = MOST_QUERIES)
 def bucket(count: int) -> int:
     """Rounds `count` up to a power of two. The result is at least 1."""
     return 1 << max(count - 1, 0).bit_length()
+
+
+def most_lanes(rows_each: int, num_keys: int) -> int:
+    """The maximum number of lanes in a call, a power of two. `rows_each` is the number of grid rows
+    of a lane, and `num_keys` the number of keys of a block table.
+    """
+    most = min(_MOST_GRID_ROWS // rows_each, _MOST_INDEX // num_keys)
+    return 1 << max(most.bit_length() - 1, 0)
 
 
 def largest_lane(window: int | None) -> int:

@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from services.worker.backends.attention import Int32Array, StepLayout
 from services.worker.backends.cuda import sub_chunks
-from services.worker.backends.cuda.sub_chunks import KeyRanges, SubChunks, seen_by_all
+from services.worker.backends.cuda.sub_chunks import KeyRanges, seen_by_all
 from services.worker.backends.cuda.xformers_ops import FLASH, Bias, PagedOps
 from services.worker.backends.device import Device
 
@@ -75,35 +75,51 @@ class LayerKind:
         if flash:
             bias = self.ops.padded_bias(counts.tolist(), seq_lens.tolist(), tables)
             return partial(self.ops.attend, bias=bias, operator=FLASH)
-        chunks = sub_chunks.cut(counts, seq_lens, self._lane())
-        call = self._of_lanes(chunks, tables.index_select(0, self.device.upload(chunks.parents)))
+        size = self._lane()
+        chunks = sub_chunks.cut(counts, seq_lens, size)
+        tables = tables.index_select(0, self.device.upload(chunks.parents))
+        most = self._most_lanes(size)
+        calls = [
+            self._of_lanes(size, chunks.ends[first : first + most], tables[first : first + most])
+            for first in range(0, len(chunks.ends), most)
+        ]
         queries, rows = self.device.upload(chunks.queries), self.device.upload(chunks.rows)
 
         def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-            attended = call(query.index_select(0, queries), keys, values)
-            return attended.index_select(0, rows).to(query.dtype)
+            parts = torch.split(query.index_select(0, queries), most * size)
+            called = zip(calls, parts, strict=True)
+            attended = [call(part, keys, values) for call, part in called]
+            whole = attended[0] if len(attended) == 1 else torch.cat(attended)
+            return whole.index_select(0, rows).to(query.dtype)
 
         return attend
 
-    def _of_lanes(self, chunks: SubChunks, tables: torch.Tensor) -> Call:
-        """Returns a call for lanes of chunks. Without a window, a lane attends to all keys up to
-        its end. With a window, it attends to the keys in its queries' windows.
+    def _of_lanes(self, size: int, ends: Int32Array, tables: torch.Tensor) -> Call:
+        """Returns a call for lanes of `size` queries. Without a window, a lane attends to all keys
+        up to its end. With a window, it attends to the keys in its queries' windows.
         """
         ops, window = self.ops, self._window
-        operator = ops.split_k(self._splits(len(chunks.ends)))
+        operator = ops.split_k(self._splits(len(ends)))
         if window is None:
-            num_queries = [chunks.size] * len(chunks.ends)
-            bias = ops.padded_bias(num_queries, chunks.ends.tolist(), tables)
+            bias = ops.padded_bias([size] * len(ends), ends.tolist(), tables)
             return partial(ops.attend, bias=bias, operator=operator)
-        bias = self._range_bias(chunks.size, seen_by_all(chunks.ends, window), tables)
+        bias = self._range_bias(size, seen_by_all(ends, window), tables)
         if self.batch_invariant:
             return partial(ops.attend, bias=bias, operator=operator)
         shared = partial(ops.attend_partly, bias=bias, operator=operator)
-        beyond = sub_chunks.seen_by_some(chunks.ends, window, chunks.size)
+        beyond = sub_chunks.seen_by_some(ends, window, size)
         if not beyond.ends.any():
             return lambda *of_layer: shared(*of_layer)[0]
-        bias = self._range_bias(1, beyond, tables.repeat_interleave(chunks.size, dim=0))
+        bias = self._range_bias(1, beyond, tables.repeat_interleave(size, dim=0))
         return _joined(shared, partial(ops.attend_partly, bias=bias, operator=ops.split_k(1)))
+
+    def _most_lanes(self, size: int) -> int:
+        """The maximum number of lanes in a call. With a window, the second call for lanes of `size`
+        queries has a lane for each query.
+        """
+        factor = 1 if self._window is None else size
+        num_rows = factor * self.ops.layer.num_kv_heads
+        return sub_chunks.most_lanes(num_rows, self.width * self.ops.block_size)
 
     def _range_bias(self, size: int, ranges: KeyRanges, tables: torch.Tensor) -> Bias:
         num_queries = [size] * len(ranges.ends)
