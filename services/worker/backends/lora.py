@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from services.worker.backends.device import Device
+
 Int32Array = npt.NDArray[np.int32]
 
 
@@ -72,7 +74,7 @@ class LoraRows:
     rows: Int32Array
     starts: Int32Array
     num_rows: int
-    device: torch.device
+    device: Device
 
 
 class Delta(Protocol):

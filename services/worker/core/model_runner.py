@@ -204,7 +204,7 @@ class ModelRunner:
             self.pooler.check(step)
         if not (len(step.removed_rows) or step.new_requests):
             return apply_step(self._batch, step)
-        embedded = self._embedded.read(step, self.device.torch_device)
+        embedded = self._embedded.read(step, self.device)
         entering = find_adapters(step, {}) if self.adapters is None else self.adapters.of_step(step)
         num_computed_tokens = apply_step(self._batch, step)
         self._embedded.replace(step, embedded)
@@ -251,7 +251,7 @@ class ModelRunner:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         lora = None
         if self._adapter_of:
-            lora = lora_rows(tokens, self._adapter_of, self.device.torch_device)
+            lora = lora_rows(tokens, self._adapter_of, self.device)
         positions = self.device.upload(tokens.positions)
         attention = self.attention.begin_step(tokens.layouts)
         hidden, logits = self.model.forward(token_ids, positions, attention, embedded, wanted, lora)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from services.common.errors import InvalidArgument
 from services.worker.backends.lora import PackedLora
+from services.worker.backends.out_of_memory import memory_for
 from services.worker.core.batch.lora_adapters import LoraAdapters
 from services.worker.core.kv import kv_cache
 from services.worker.core.kv.kv_groups import LayerGroup
@@ -39,11 +40,15 @@ def make_adapters(setup: RankSetup, loaded: LoadedModel) -> LoraAdapters | None:
 
 
 def adapter_bytes(setup: RankSetup, loaded: LoadedModel) -> int:
-    """The memory that the maximum number of loaded adapters needs, in bytes."""
+    """The memory that the maximum number of loaded adapters needs, in bytes. On CUDA, copies of a
+    step's adapters are stacked.
+    """
     settings, reader = setup.settings, loaded.lora
     if reader is None or not settings.num_lora_slots:
         return 0
-    return settings.num_lora_slots * reader.num_bytes(settings.max_lora_rank)
+    is_cuda = setup.platform.torch_device.type == "cuda"
+    count = settings.num_lora_slots + (settings.max_loras if is_cuda else 0)
+    return count * reader.num_bytes(settings.max_lora_rank)
 
 
 logger = logging.getLogger(__name__)
@@ -83,7 +88,9 @@ def _demand(
 
 def _memory(setup: RankSetup, parts: RunnerParts) -> kv_cache.KVCacheMemory:
     """The memory for the KV cache, which leaves room for LoRA adapters that are loaded later."""
-    settings, free = setup.settings, setup.platform.free_memory(parts)
+    settings = setup.settings
+    with memory_for("a step", "lower max_num_batched_tokens or max_num_seqs"):
+        free = setup.platform.free_memory(parts)
     if parts.adapters is not None:
         adapters = adapter_bytes(setup, parts.loaded)
         logger.info("LoRA adapters: %.1f MiB of memory are reserved for them", adapters / 2**20)

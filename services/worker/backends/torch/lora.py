@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 
@@ -57,8 +58,8 @@ class TorchLoraStep:
     """A LoraStep that multiplies adapter by adapter. For `padded_rows` see Kernels."""
 
     def __init__(self, rows: LoraRows, padded_rows: Callable[[int], int]) -> None:
-        indexes = torch.from_numpy(rows.rows).to(rows.device, torch.int64)
-        self._rows = indexes.tensor_split(torch.from_numpy(rows.starts[1:-1]).to(torch.int64))
+        indexes = rows.device.upload(rows.rows.astype(np.int64))
+        self._rows = indexes.tensor_split(rows.starts[1:-1].tolist())
         self._adapters = [one for one in rows.adapters if isinstance(one, TorchLora)]
         assert len(self._adapters) == len(rows.adapters)
         self._padded_rows = padded_rows
@@ -136,11 +137,11 @@ class GroupedLoraStep:
 
     @cached_property
     def _rows(self) -> torch.Tensor:
-        return torch.from_numpy(self._of_rows.rows).to(self._of_rows.device, torch.int64)
+        return self._of_rows.device.upload(self._of_rows.rows.astype(np.int64))
 
     @cached_property
     def _ends(self) -> torch.Tensor:
-        return torch.from_numpy(self._of_rows.starts[1:]).to(self._of_rows.device)
+        return self._of_rows.device.upload(self._of_rows.starts[1:])
 
     def _delta(self, index: int, part: str) -> "_Grouped | None":
         key = index, part

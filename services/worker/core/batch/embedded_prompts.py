@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from services.common.request.prompt_embeds import PromptEmbeds
+from services.worker.backends.device import Device
 from services.worker.core.batch.layout import StepTokens
 from services.worker.core.errors import InvalidStep
 from services.worker.core.step import StepInput
@@ -33,7 +34,7 @@ class EmbeddedPrompts:
     def clear(self) -> None:
         self._embeds.clear()
 
-    def read(self, step: StepInput, device: torch.device) -> dict[int, _Embeds]:
+    def read(self, step: StepInput, device: Device) -> dict[int, _Embeds]:
         """Returns the embeddings of new requests, by row of the batch, in the model's data type on
         `device`.
 
@@ -83,9 +84,9 @@ class EmbeddedPrompts:
         return embedded
 
 
-def _to_tensor(embeds: PromptEmbeds, model: Model, device: torch.device) -> torch.Tensor:
-    like = model.embed(torch.zeros(1, dtype=torch.int64, device=device))
+def _to_tensor(embeds: PromptEmbeds, model: Model, device: Device) -> torch.Tensor:
+    like = model.embed(torch.zeros(1, dtype=torch.int64, device=device.torch_device))
     embeds.check(like.shape[1])
-    numbers = np.frombuffer(embeds.data, np.uint8).copy()
-    matrix = torch.from_numpy(numbers).view(getattr(torch, embeds.dtype.name.lower()))
+    numbers = device.upload(np.frombuffer(embeds.data, np.uint8).copy())
+    matrix = numbers.view(getattr(torch, embeds.dtype.name.lower()))
     return matrix.view(embeds.num_tokens, -1).to(like)

@@ -4,10 +4,10 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from services.common.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from services.common.request.adapter import adapter_digest
+from services.worker.backends.device import Device
 from services.worker.backends.lora import LoraRows, PackedLora
 from services.worker.core.batch.layout import StepTokens
 from services.worker.core.errors import InvalidStep
@@ -80,7 +80,7 @@ def find_adapters(step: StepInput, loaded: dict[bytes, PackedLora]) -> dict[int,
 
 
 def lora_rows(
-    tokens: StepTokens, adapters: dict[int, PackedLora], device: torch.device
+    tokens: StepTokens, adapters: dict[int, PackedLora], device: Device
 ) -> LoraRows | None:
     """Groups the step's tokens by the adapters of their requests. Returns None if no request has
     one. `adapters` maps rows of the batch to adapters.

@@ -23,6 +23,7 @@ from services.worker.models.shard import Shard, of_width
 from services.worker.models.stage import StageLayers
 from services.worker.models.suitability.tensor_files import read_header
 
+_NUM_FACTORS = {"qkv": 3, "gate_up": 2}
 _PREFIX = "base_model.model."
 _TENSOR = re.compile(
     r"base_model\.model\.(model\.layers\.(\d+)\.((?:self_attn|mlp)\.\w+))\.lora_([AB])\.weight"
@@ -68,11 +69,14 @@ class LoraReader:
         return self.kernels.pack_lora(layers, self.shapes, self.dtype)
 
     def num_bytes(self, rank: int) -> int:
-        """Approximate bytes of an adapter of this LoRA rank that adds to every projection."""
-        widths = sum(shape.columns + shape.depth for shape in self.shapes.values())
-        hidden, queries = self.config.hidden_size, _length(self._widths[0])
-        apart = 3 * (hidden + queries)  # separate A matrices of queries, keys, values, gates and up
-        return rank * (widths + apart) * self.dtype.itemsize * len(self.stage.indexes)
+        """Upper estimate of the bytes of an adapter of this LoRA rank that adds to every
+        projection. In each field of LoraLayer, its factors are combined into one.
+        """
+        per_layer = sum(
+            _rounded(_NUM_FACTORS.get(part, 1) * rank) * (shape.columns + shape.depth)
+            for part, shape in self.shapes.items()
+        )
+        return per_layer * self.dtype.itemsize * len(self.stage.indexes)
 
     @property
     def shapes(self) -> dict[str, LoraShape]:
@@ -170,6 +174,11 @@ def _check_tensor(checkpoint: Checkpoint, file: Path, name: str, shape: tuple[in
         problem = f"tensor {name} has shape {list(tensor.shape)}, not {list(shape)}"
         raise ModelTensorError(file, problem)
     check_dtype(tensor)
+
+
+def _rounded(rank: int) -> int:
+    """The rank of packed factors, a multiple of 16 in the largest of the formats."""
+    return rank + -rank % 16
 
 
 def _length(part: slice) -> int:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from services.worker.backends.device import CpuDevice
 from services.worker.backends.lora import LoraFactors, LoraLayer, LoraRows, LoraShape
 from services.worker.backends.native.large_pages import LargePages
 from services.worker.backends.native.linear import NativeLinear
@@ -16,7 +17,6 @@ from services.worker.backends.quantized import Weight, quantize_int8
 COLUMNS = (176, 48, 64)
 """The numbers of output columns of three factors, as for queries, keys and values."""
 DEPTH = 90
-CPU = torch.device("cpu")
 
 
 def factors(rank: int, depth: int = DEPTH) -> tuple[LoraFactors, ...]:
@@ -137,7 +137,7 @@ def projected(
 ) -> torch.Tensor:
     starts = np.array([0, *accumulate(len(rows) for rows in parts)], np.int32)
     order = np.concatenate(parts).astype(np.int32)
-    step = NativeLoraStep(LoraRows(tuple(adapters), order, starts, len(x), CPU))
+    step = NativeLoraStep(LoraRows(tuple(adapters), order, starts, len(x), CpuDevice()))
     return linear(x, step.layer(0).qkv)
 
 
