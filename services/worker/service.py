@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from stepwell.worker.v1 import worker_pb2_grpc
 
-from services.common.errors import Aborted, StepwellError
+from services.common.errors import Aborted, StepwellError, Unavailable
 from services.common.process.lifecycle import end_at_once
 from services.common.rpc.server import GrpcServer
 from services.common.telemetry.exposition import Exposition
@@ -37,14 +37,14 @@ class GroupMember:
     single worker without a group. Must be constructed in a running event loop.
 
     The future `broken` resolves with the reason if the group breaks, because a rank has failed or
-    stopped.
+    stopped, or if this process's device fails.
     """
 
     def __init__(self, membership: Membership, timeouts: Timeouts) -> None:
         self.membership = membership
         self._timeouts = timeouts
         self._loop = asyncio.get_running_loop()
-        self.broken: asyncio.Future[GroupBroken] = self._loop.create_future()
+        self.broken: asyncio.Future[Unavailable] = self._loop.create_future()
         self._group: Group | None = None
 
     def join(self, checkpoint_reached: Callable[[], None]) -> Group | None:
@@ -56,7 +56,7 @@ class GroupMember:
         """
         if self.membership.size > 1:
             self._group = Group(
-                self.membership, self._timeouts, self._break_from_thread, checkpoint_reached
+                self.membership, self._timeouts, self._end_from_thread, checkpoint_reached
             )
         return self._group
 
@@ -73,12 +73,13 @@ class GroupMember:
         if self._group is not None:
             self._group.close(is_stopped=is_stopped)
 
-    def _break_from_thread(self, error: GroupBroken) -> None:
-        self._loop.call_soon_threadsafe(self._break, error)
-
-    def _break(self, error: GroupBroken) -> None:
+    def end(self, error: Unavailable) -> None:
+        """Ends this process, because of a broken group or a failed device."""
         if not self.broken.done():
             self.broken.set_result(error)
+
+    def _end_from_thread(self, error: GroupBroken) -> None:
+        self._loop.call_soon_threadsafe(self.end, error)
 
 
 SERVICE = "worker"
@@ -115,6 +116,7 @@ class WorkerService:
         self._compute = compute or ComputeThread()
         metrics = WorkerMetrics()
         self._servicer = WorkerServicer(self._compute, tracing, metrics)
+        self._servicer.device_failed = self._member.end
         self._server = GrpcServer(tls=tls, has_local_streams=True)
         self._server.add(worker_pb2_grpc.add_WorkerServicer_to_server, self._servicer, GRPC_SERVICE)
         exposition = Exposition(SERVICE, [metrics], [TlsCollector(tls), TracingCollector(tracing)])
@@ -139,9 +141,9 @@ class WorkerService:
     async def close(self, stop: asyncio.Event) -> None:
         """Ends the stream of steps, waits for other calls to end, and leaves the group.
 
-        If the group has broken, the process ends at once. The exception is a group that broke
-        because another rank received a stop signal: if this rank receives one too, it ends
-        normally.
+        If the group has broken or the device has failed, the process ends at once. The exception
+        is a group that broke because another rank received a stop signal: if this rank receives one
+        too, it ends normally.
         """
         has_broken = self._member.broken.done() and not stop.is_set()
         reason = self._member.broken.result() if has_broken else None

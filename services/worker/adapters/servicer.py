@@ -23,7 +23,7 @@ from services.worker.adapters.converters import description_to_proto
 from services.worker.adapters.metrics import WorkerMetrics
 from services.worker.adapters.step_stream import StepStream
 from services.worker.adapters.telemetry import StepTracer
-from services.worker.core.errors import InvalidStep
+from services.worker.core.errors import DeviceFailed, InvalidStep
 from services.worker.core.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -51,6 +51,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._worker: Worker | None = None
         self._seen_generation = 0
         self._stream: StepStream | None = None
+        self.device_failed: Callable[[DeviceFailed], object] = lambda _: None
+        """Called if this process must end, because its device has failed."""
         self._preparing = ThreadPoolExecutor(1, thread_name_prefix="preparing")
 
     def open(self, worker: Worker) -> None:
@@ -111,6 +113,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                 "the stream of steps from the scheduler is closed, because a step is invalid: %s",
                 refusal.message,
             )
+            raise
+        except DeviceFailed as failure:
+            self.device_failed(failure)
             raise
         finally:
             self._lease.release(holder)

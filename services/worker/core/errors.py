@@ -6,9 +6,11 @@ StepwellError
 ├── KVCacheTooSmall      the reserved memory cannot contain one sequence
 ├── NoTier               blocks cannot be offloaded
 └── NoSpeculation        drafts cannot be proposed or verified
+Unavailable
+└── DeviceFailed         the device works again only in a new process
 """
 
-from services.common.errors import InvalidArgument, StepwellError
+from services.common.errors import InvalidArgument, StepwellError, Unavailable
 
 
 class InvalidStep(InvalidArgument):
@@ -38,3 +40,9 @@ class NoSpeculation(StepwellError):
     """The model or its parallelism cannot verify drafts, or this machine cannot propose them."""
 
     reason = "NO_SPECULATION"
+
+
+class DeviceFailed(Unavailable):
+    """The device computes nothing any more in this process, as after a fault of a CUDA kernel."""
+
+    reason = "DEVICE_FAILED"

@@ -30,7 +30,7 @@ from services.worker.core.batch.lora_adapters import LoraAdapters, find_adapters
 from services.worker.core.batch.step_difference import apply_step
 from services.worker.core.decode_buckets import DecodeBuckets
 from services.worker.core.drafts.drafter import Drafter
-from services.worker.core.errors import InvalidStep
+from services.worker.core.errors import DeviceFailed, InvalidStep
 from services.worker.core.kv.kv_cache import Tier
 from services.worker.core.lockstep import Lockstep
 from services.worker.core.pipeline import PipelineStage
@@ -150,8 +150,13 @@ class ModelRunner:
     def _wait_for_device(self) -> None:
         """Waits until the device has done all earlier work. Called when the scheduler has opened
         the KV pool again, so that a hanging device is detected before new requests are sent to it.
+        Raises DeviceFailed if the device cannot even copy a number.
         """
-        self.device.download(self.device.upload(np.zeros(1, np.int32))).wait()
+        try:
+            self.device.download(self.device.upload(np.zeros(1, np.int32))).wait()
+        except RuntimeError as error:
+            line = (str(error).splitlines() or [""])[0]
+            raise DeviceFailed(f"the device computes nothing any more: {line}") from error
 
     def _begin(self, step: StepInput) -> StepOutput | PendingOutput:
         if step.generation != self._generation:

@@ -23,6 +23,7 @@ from services.common.telemetry.tracing import configure_tracing
 from services.worker.adapters.compute import ComputeThread, follow_liveness
 from services.worker.adapters.metrics import WorkerMetrics
 from services.worker.adapters.servicer import WorkerServicer
+from services.worker.backends.device import Array, CpuDevice
 from services.worker.build import build_worker
 from services.worker.core.model_runner import ModelRunner
 from services.worker.core.sampled import PendingOutput
@@ -380,6 +381,27 @@ async def test_a_bad_step_ends_the_stream_and_the_worker_stays_up(
     again = Stream(worker)
     assert len(await generate(again, 2)) == 2
     await again.finish()
+
+
+class FailingDevice(CpuDevice):
+    """A device on which every operation fails, as on a GPU after a kernel's fault."""
+
+    def upload(self, array: Array) -> torch.Tensor:  # noqa: ARG002
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore lines")
+
+
+async def test_a_worker_whose_device_computes_nothing_any_more_ends(
+    channel: grpc.aio.Channel, servicer: WorkerServicer, loaded: Worker
+) -> None:
+    ended = asyncio.get_running_loop().create_future()
+    servicer.device_failed = ended.set_result
+    runner = replace(cast(ModelRunner, loaded.runner), device=FailingDevice())
+    servicer.open(replace(loaded, runner=runner))
+    stream = Stream(worker_pb2_grpc.WorkerStub(channel))
+    await stream.send(step(0))
+    assert (await stream.error()).code() is grpc.StatusCode.UNAVAILABLE
+    sentence = "the device computes nothing any more: CUDA error: an illegal memory access was"
+    assert str(await asyncio.wait_for(ended, DEADLINE_SECONDS)) == f"{sentence} encountered"
 
 
 async def test_log_probabilities_of_prompts_come_with_the_step_that_computes_them(
