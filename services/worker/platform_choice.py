@@ -119,8 +119,14 @@ def _cuda_platform(settings: WorkerSettings, group: Group | None) -> CudaPlatfor
             "batch_invariant is supported only with one GPU, because NCCL's order of additions "
             "depends on the size of the sum; unset batch_invariant, or set --tensor-parallel-size 1"
         )
-    return CudaPlatform(
-        settings.gpu_memory_utilization,
-        batch_invariant=settings.batch_invariant is True,
-        num_sharers=settings.num_local_replicas,
-    )
+    try:
+        return CudaPlatform(
+            settings.gpu_memory_utilization,
+            batch_invariant=settings.batch_invariant is True,
+            num_sharers=settings.num_local_replicas,
+        )
+    except RuntimeError as error:  # such as a GPU that another process uses exclusively
+        line = (str(error).splitlines() or [""])[0]
+        raise UnsuitableDevice(
+            f"the GPU cannot be used: {line}; free it, or set --device cpu"
+        ) from error

@@ -1,6 +1,7 @@
 """A CUDA device: asynchronous copies through pinned memory, and CUDA graphs."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -47,12 +48,18 @@ class CudaDevice:
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UPS):
                 work()
-        current.wait_stream(stream)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # so that the graph's memory can be allocated
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(
-            graph, pool=self._graph_memory, stream=stream, capture_error_mode="thread_local"
-        ):
-            result = work()
+        with torch.cuda.stream(stream):
+            graph.capture_begin(self._graph_memory, capture_error_mode="thread_local")
+            try:
+                result = work()
+            except BaseException:
+                with suppress(RuntimeError):  # it would hide the error of `work`
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         # The partial keeps `work` alive, and thereby the memory that the graph reads.
         return partial(_replay, graph, result, work)
 
