@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +21,9 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from benchmarks.gpu.outcome import verdict
 from benchmarks.gpu.parity import largest_difference
+from benchmarks.gpu.timing import waiting_operations
 from services.common.request.sampling import SamplingParams
 from services.worker.backends.attention import AttentionShape
 from services.worker.backends.cuda.kernels import CudaKernels
@@ -64,7 +67,7 @@ class StateDict:
     def __init__(self, model: PreTrainedModel) -> None:
         self.tensors = model.state_dict()
 
-    def check(self, expected: dict[str, tuple[int, ...]]) -> None:
+    def check(self, expected: dict[str, tuple[int, ...]], _others: object) -> None:
         assert expected.keys() <= self.tensors.keys()
 
     @contextmanager
@@ -101,6 +104,14 @@ def run(platform: CudaPlatform, copy: float, shape: dict[str, Any] = SHAPE) -> b
     right = worst < TOLERANCE
     print(f"largest difference to transformers' log-probabilities: {worst:.3f}", end="")
     print("" if right else f", WRONG: above {TOLERANCE}", flush=True)
+    waits = waiting_operations(
+        partial(run_batch, runner, random_prompts(4, shape["vocab_size"]), 2)
+    )
+    print(
+        f"operations for which steps wait: {', '.join(waits) or 'none'} {verdict(not waits)}",
+        flush=True,
+    )
+    right = right and not waits
     ours = {batch: our_rate(runner, reference, shape, copy, batch) for batch in BATCHES}
     print("\n| batch | tokens/s | transformers' continuous batching |", flush=True)
     print("| ---: | ---: | ---: |")

@@ -1,8 +1,10 @@
-"""Times work on a GPU."""
+"""Times work on a GPU, and finds operations for which the host waits."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,3 +31,18 @@ def copy_bandwidth() -> float:
     source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * COPY_BYTES / seconds(lambda: target.copy_(source))
+
+
+def waiting_operations(work: Callable[[], object]) -> list[str]:
+    """Runs work. Returns the files and lines of operations for which the host waited for the GPU.
+    Waiting for an event, as for a step's tokens, does not count.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            work()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    found = [one for one in caught if "synchronizing CUDA operation" in str(one.message)]
+    return sorted({f"{Path(one.filename).name}:{one.lineno}" for one in found})
