@@ -58,7 +58,7 @@ class AttentionCheck:
         self.attention = (
             XformersPagedAttention(shape, self.device, width, self.split_k)
             if suits_xformers(shape.layers)
-            else TorchPagedAttention(shape, self.device)
+            else TorchPagedAttention(shape, self.device, batch_invariant=False)
         )
         blocks = np.random.default_rng(0).permutation(num_blocks - 1) + 1
         self.tables = blocks.reshape(self.num_sequences, width).astype(np.int32)
