@@ -169,6 +169,24 @@ async def test_preempt_all_keeps_the_order() -> None:
     assert told.start == {"a": 4, "b": 4, "c": 4, "d": 0}
 
 
+async def test_the_pool_is_forgotten_for_requests_that_are_held_back() -> None:
+    """Otherwise, blocks would be published under the hashes of other blocks."""
+    story = Story(num_blocks=12)
+    first = story.add("first", prompt(30))
+    second = story.add("second", prompt(24, 500), max_tokens=12)
+    await story.step()
+    assert (story.running, second.known_to_pool) == (["first"], True)
+    story.scheduler.preempt_all()
+    story.scheduler.admit_only([first])
+    story.lose()
+    story.scheduler.admit_only(None)
+    story.scheduler.abort(first)
+    await story.run()
+    third = story.add("third", second.token_ids[:33], max_tokens=1)
+    await story.run()
+    assert third.num_cached_tokens == 32
+
+
 async def test_forgetting_the_pool_costs_computation_and_no_token() -> None:
     story = Story(num_blocks=20)
     a = story.add("a", prompt(9), max_tokens=6)

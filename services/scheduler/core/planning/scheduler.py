@@ -266,7 +266,7 @@ class Scheduler(ReplicaState):
         if self.transfers is not None:
             self.transfers.forget()
         self._release(self.queues.kv_waiting)
-        for request in self.queues.waiting:
+        for request in self.queues:
             request.forget_blocks()
         self.kv_cache_manager.forget()
         if self.retention is not None:
