@@ -202,7 +202,7 @@ class EngineCore:
                 await self._complete()
         elif failed := self.scheduler.end_failed():
             self._report_ended(failed)
-        elif not planned and self.scheduler.has_requests:
+        elif not planned and (self.scheduler.has_requests or self.scheduler.queues.admitted_only):
             await asyncio.sleep(RETRY_SECONDS)
 
     def _has_change(self) -> bool:

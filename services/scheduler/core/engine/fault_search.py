@@ -5,10 +5,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from services.scheduler.core.output import SchedulerOutput
-from services.scheduler.core.request import Request
+from services.scheduler.core.request import Request, RequestStatus
 
 MAX_FAILURES_ALONE = 2
 """A suspect is ended after this number of failed steps that contained only this suspect."""
+_ENDED = (RequestStatus.FINISHED, RequestStatus.WAITING_FOR_CHUNK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +26,10 @@ class _Group:
 class FaultSearch:
     """Finds requests whose steps always fail, by repeatedly halving the set of suspects.
 
-    1. When a step fails, its requests become suspects. A suspect is cleared when it ends, or when
-       successful steps have computed all its tokens up to the end of the failed step. After the
-       first failure all requests continue to run, because most losses of workers have other causes.
+    1. When a step fails, its requests become suspects. A suspect is cleared when it ends, when it
+       is a session whose turn ends, or when successful steps have computed all its tokens up to the
+       end of the failed step. After the first failure all requests continue to run, because most
+       losses of workers have other causes.
     2. When a step with suspects fails again, its suspects are split into two groups. From then on
        only one group runs at a time, first the group with the earlier requests. The suspects of a
        group whose steps succeed are cleared. A group whose step fails is split again.
@@ -52,7 +54,7 @@ class FaultSearch:
         """The only requests that may run now. None if all requests may run."""
         if not self._goals and not self._groups:
             return None
-        for request in [request for request in self._goals if request.is_finished]:
+        for request in [request for request in self._goals if request.status in _ENDED]:
             self._clear(request)
         while self._groups:
             group = self._groups[0]

@@ -78,7 +78,7 @@ class WaitingRequests:
             self.passed_over[request] = preparation_wait(request)
         if request.holds_blocks:
             self.kv_waiting.add(request)
-        elif self.admitted_only is None:
+        elif self.admitted_only is None or request in self.admitted_only:
             self.waiting.add(request)
         else:
             self.held_back[request] = None

@@ -9,7 +9,7 @@ from services.common.request.sampling import SamplingParams
 from services.scheduler.core.engine.fault_search import FaultSearch
 from services.scheduler.core.engine.recovery import Losses
 from services.scheduler.core.output import SchedulerOutput
-from services.scheduler.core.request import Request
+from services.scheduler.core.request import Request, RequestStatus
 from tests.scheduler.engine_bench import Bench, eventually, running
 from tests.scheduler.paged_model import continuation
 from tests.scheduler.story import prompt
@@ -185,6 +185,19 @@ async def test_requests_that_arrive_during_the_search_run_after_it_in_their_orde
     assert given_up.finish_reason is FinishReason.ABORT
     ended = bench.inbox.ended
     assert ended.index("late") < ended.index("later")
+
+
+async def test_a_session_whose_turn_ends_during_the_search_delays_no_other_request(
+    bench: Bench,
+) -> None:
+    """The lost steps had more drafts than the next attempt, so they reached more tokens."""
+    session = bench.add("session", prompt(9), max_tokens=6, resumable=True)
+    bench.add("other", prompt(5, 500), max_tokens=20)
+    await bench.until_tokens("session", 2)
+    for _ in range(2):
+        bench.engine._recovery.steps_failed([SchedulerOutput(-1, [session], [5], [40])])
+    await bench.until_ended("other")
+    assert session.status is RequestStatus.WAITING_FOR_CHUNK
 
 
 def test_recoveries_in_a_row_wait_longer_and_longer() -> None:
