@@ -12,7 +12,7 @@ from services.common.replica.pause_mode import PauseMode
 from services.common.request.finish import FinishReason
 from services.scheduler.core import ports
 from services.scheduler.core.engine.batch_queue import BatchQueue
-from services.scheduler.core.engine.engine_lock import EngineLock
+from services.scheduler.core.engine.engine_lock import EngineLock, to_its_end
 from services.scheduler.core.engine.pauses import Pauses
 from services.scheduler.core.engine.pending_changes import PendingChanges
 from services.scheduler.core.engine.planning_clock import PlanningClock
@@ -163,7 +163,7 @@ class EngineCore:
             if preempt_running:
                 preempted = self.scheduler.preempt_all()
                 self._observer.preempted(preempted, PreemptionCause.RESET)
-            if not await self.scheduler.reset_prefix_cache():
+            if not await to_its_end(self.scheduler.reset_prefix_cache()):
                 raise FailedPrecondition(
                     "the prefix cache was not reset, because requests still use blocks",
                     reason="BLOCKS_IN_USE",

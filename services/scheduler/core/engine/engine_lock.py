@@ -1,8 +1,11 @@
 """The lock of the engine loop, which prevents changes of the scheduler during an iteration."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class EngineLock:
@@ -55,3 +58,17 @@ class EngineLock:
         finally:
             self._num_holds -= 1
             self._wake.set()
+
+
+async def to_its_end(work: Coroutine[Any, Any, T]) -> T:
+    """Awaits `work`, which is not cancelled with the caller. A cancelled caller waits until `work`
+    has ended. Used for transactions with the pool: a cancelled transaction would lose operations,
+    and the next transaction would receive its response.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        task.exception()  # asyncio logs exceptions that are not retrieved
+        raise

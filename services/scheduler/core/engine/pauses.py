@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from services.common.errors import Aborted
 from services.common.replica.pause_mode import PauseMode
 from services.common.request.finish import FinishReason
-from services.scheduler.core.engine.engine_lock import EngineLock
+from services.scheduler.core.engine.engine_lock import EngineLock, to_its_end
 from services.scheduler.core.engine.pending_changes import PendingChanges
 from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.ports import PoolLost, StepObserver
@@ -44,7 +44,7 @@ class Pauses:
             if mode is PauseMode.ABORT:
                 self.changes.end(dict.fromkeys(self.scheduler.requests, FinishReason.ABORT))
             with suppress(PoolLost):  # the next step detects the loss, and the engine recovers
-                await self.scheduler.flush()
+                await to_its_end(self.scheduler.flush())
 
     async def _finish_running(self) -> None:
 

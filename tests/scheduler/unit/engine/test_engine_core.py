@@ -193,6 +193,28 @@ async def test_a_cancelled_pause_costs_no_token(bench: Bench, operation: str) ->
     assert bench.inbox.tokens["a"] == continuation(prompt(5), 50)
 
 
+@pytest.mark.parametrize("operation", ["pause", "reset"])
+async def test_a_call_that_is_cancelled_during_its_transaction_loses_no_block(
+    bench: Bench, operation: str
+) -> None:
+    for num_turns in range(24):
+        bench.add(f"request {num_turns}", prompt(9), max_tokens=100)
+        await bench.until_tokens(f"request {num_turns}", 2)
+        calling = asyncio.create_task(
+            bench.engine.pause(PauseMode.ABORT)
+            if operation == "pause"
+            else bench.engine.reset_prefix_cache(preempt_running=True)
+        )
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        calling.cancel()
+        await asyncio.wait({calling})
+        await bench.engine.resume()
+        bench.engine.changes.abort(bench.engine.unfinished)
+        await bench.until_idle()
+    assert bench.replica.num_reopened == 0
+
+
 async def test_workers_lost_while_a_standstill_is_awaited(bench: Bench) -> None:
     bench.add("a", prompt(5), max_tokens=50)
     await bench.until_tokens("a", 2)
