@@ -48,9 +48,10 @@ class PendingChanges:
     def abort(self, requests: Iterable[Request], reason: FinishReason = FinishReason.ABORT) -> None:
         """Ends requests: at once if the engine waits for a step's output, otherwise before the next
         step is planned. With the reason QUEUE_TIMEOUT, requests that were admitted before that time
-        do not end.
+        do not end, unless they were to end for another reason.
         """
-        self._ends |= dict.fromkeys(requests, reason)
+        ends, earlier = dict.fromkeys(requests, reason), self._ends
+        self._ends = ends | earlier if reason is FinishReason.QUEUE_TIMEOUT else earlier | ends
         if self._batch_queue.awaits_answer:
             self.apply()
         else:

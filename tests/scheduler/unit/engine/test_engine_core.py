@@ -149,6 +149,16 @@ async def test_aborting_what_has_not_been_taken_in_yet_ends_it(bench: Bench) -> 
     await bench.until_idle()
 
 
+async def test_an_abort_counts_although_the_wait_in_the_queue_ends_as_well(bench: Bench) -> None:
+    request = bench.add("a", prompt(9), max_tokens=50)
+    await eventually(lambda: request in bench.engine.scheduler.queues.waiting)
+    bench.engine.changes.abort([request])
+    bench.engine.changes.abort([request], FinishReason.QUEUE_TIMEOUT)
+    await bench.until_ended("a")
+    assert request.finish_reason is FinishReason.ABORT
+    await bench.until_idle()
+
+
 async def test_pause_returns_when_no_step_is_in_flight_and_keeps_everything(bench: Bench) -> None:
     bench.add("a", prompt(5), max_tokens=50)
     await bench.until_tokens("a", 2)
