@@ -211,7 +211,8 @@ class KnownPrograms:
         """Contexts whose next turn has not arrived, except those in `_kept`, oldest first."""
         self._kept: dict[ContextId, Context] = {}
         """Contexts that clients want to be kept longer than `_idle_seconds`, oldest first."""
-        self._by_hash: dict[BlockHash, Context] = {}
+        self._by_hash: dict[tuple[bytes, BlockHash], Context] = {}
+        """Maps tenants and hashes to contexts. Tenants may send equal prompts."""
         self._next_id = 1
         self._num_begun = 0
         self._named = NamedPrograms(self._most)
@@ -247,8 +248,8 @@ class KnownPrograms:
         program, declared = self._named.find(request), request.program
         is_named = declared is not None and bool(declared.id)
         for one in reversed(request.block_hashes):
-            context = self._by_hash.get(one)
-            if context is None or context.program.tenant != request.tenant:
+            context = self._by_hash.get((request.tenant, one))
+            if context is None:
                 continue
             is_whole = one == context.last_hash
             if not is_whole and request.num_tokens <= context.num_prompt_tokens:
@@ -296,16 +297,17 @@ class KnownPrograms:
         if request.program is not None:
             context.keep_seconds = min(request.program.keep_seconds, MAX_KEEP_SECONDS)
         self._next_id += 1
-        same = self._by_hash.get(context.last_hash)
-        if same is not None and same.last_hash == context.last_hash:
+        tenant, last, prompt = program.tenant, context.last_hash, context.prompt_hash
+        same = self._by_hash.get((tenant, last))
+        if same is not None and same.last_hash == last:
             self.end_pause(same)
         else:
             same = None
-        self._by_hash[context.last_hash] = context
-        if context.prompt_hash is not None:
-            known = self._by_hash.get(context.prompt_hash)
-            if known is None or known.last_hash != context.prompt_hash:
-                self._by_hash[context.prompt_hash] = context
+        self._by_hash[tenant, last] = context
+        if prompt is not None:
+            known = self._by_hash.get((tenant, prompt))
+            if known is None or known.last_hash != prompt:
+                self._by_hash[tenant, prompt] = context
         of = self._kept if context.keep_seconds > self._idle_seconds else self._paused
         of[context.id] = program.contexts[context.id] = context
         return context, same
@@ -314,9 +316,10 @@ class KnownPrograms:
         context.program.contexts.pop(context.id, None)
         self._paused.pop(context.id, None)
         self._kept.pop(context.id, None)
+        tenant = context.program.tenant
         for one in (context.last_hash, context.prompt_hash):
-            if one is not None and self._by_hash.get(one) is context:
-                del self._by_hash[one]
+            if one is not None and self._by_hash.get((tenant, one)) is context:
+                del self._by_hash[tenant, one]
 
     def idle(self, now: float) -> Iterator[Context]:
         """Yields the contexts whose pause exceeds the limit: `_idle_seconds`, or MAX_KEEP_SECONDS

@@ -87,6 +87,16 @@ async def test_a_context_of_another_tenant_is_not_continued() -> None:
     assert request.program_turn.number == 1
 
 
+async def test_equal_prompts_of_another_tenant_end_no_pause() -> None:
+    agents = Agents()
+    for name, tenant in (("one", b"a"), ("two", b"b")):
+        context = await agents.turn(name, prompt(16), tenant=tenant)
+    assert len(agents.retention._contexts) == 2
+    request = agents.story.add("three", [*context, 7], tenant=b"a")
+    assert request.program_turn is not None
+    assert request.program_turn.number == 2
+
+
 async def test_a_prompt_without_a_name_continues_a_named_program() -> None:
     agents = Agents()
     context = await agents.turn("one", prompt(16), program=DeclaredProgram("job"))
