@@ -262,7 +262,8 @@ class Pins(NoRetention):
 
     @property
     def num_retained_blocks(self) -> int:
-        return sum(turn.context.num_blocks for turn in self._pinned.values())
+        # Metrics are collected in another thread. To copy the values is atomic.
+        return sum(turn.context.num_blocks for turn in list(self._pinned.values()))
 
     def _set_deadline(self, turn: EndedTurn, deadline: float) -> None:
         turn.deadline = deadline
