@@ -78,9 +78,19 @@ class Parts:
             scheduler, executor, replica, self.sessions, observer, self.readiness, time.monotonic
         )
         replica.watch(self.engine.lost)
+        self.adapters = AdapterLoader(
+            workers,
+            description.max_cpu_loras,
+            lambda: self.engine.unfinished,
+            self.engine.changes.grammar_compiled,
+        )
+        replica.prepare_workers = self.adapters.reload
         most = settings.max_num_sessions
         client_sessions = ResumableSessions(
-            self.engine, self.sessions, config.max_running // 2 if most is None else most
+            self.engine,
+            self.sessions,
+            self.adapters,
+            config.max_running // 2 if most is None else most,
         )
         self.watch = QueueWatch(
             self.engine,
@@ -107,13 +117,6 @@ class Parts:
             speculation,
             *_program_metrics(scheduler),
         )
-        self.adapters = AdapterLoader(
-            workers,
-            description.max_cpu_loras,
-            lambda: self.engine.unfinished,
-            self.engine.changes.grammar_compiled,
-        )
-        replica.prepare_workers = self.adapters.reload
         self.submitter = RequestSubmitter(
             self.engine,
             _intake(shape, config, self.watch),

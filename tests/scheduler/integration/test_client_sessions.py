@@ -137,6 +137,25 @@ async def test_sessions_that_lack_each_others_blocks_do_not_wait_for_ever() -> N
         )
 
 
+async def test_a_session_gives_way_to_a_request_that_lacks_a_slot_for_its_adapter() -> None:
+    first, second = (
+        common_pb2.Adapter(digest=bytes([number]) * 32, name=str(number)) for number in (1, 2)
+    )
+    async with (
+        serving_replica(FakeWorker(max_loras=1), max_num_sessions=2) as replica,
+        gateway_of(replica) as gateway,
+    ):
+        await gateway.add(1, FIRST, sampling=sampling(4), resumable=True, adapter=first)
+        await gateway.until_turn(1)
+        await begin(gateway, 2, prompt(5, 300))
+        await gateway.add(3, prompt(5, 500), sampling=sampling(3), adapter=second)
+        await gateway.finish(3, 1)
+        rejected = gateway.heard[1].rejected
+        assert rejected is not None
+        assert rejected.reason == "SESSION_GIVEN_UP"
+        assert gateway.heard[2].rejected is None, "this session uses no adapter"
+
+
 async def test_a_lost_worker_costs_a_session_no_token(replica: Replica, gateway: Gateway) -> None:
     await begin(gateway, 1, FIRST)
     await replica.worker.stop()

@@ -11,6 +11,7 @@ from stepwell.scheduler.v1 import scheduler_pb2
 from services.common.errors import Unavailable
 from services.scheduler.adapters.gateways.gateway_session import GatewaySession
 from services.scheduler.adapters.gateways.sessions import Sessions
+from services.scheduler.adapters.workers.adapter_loader import AdapterLoader
 from services.scheduler.core.engine.engine_core import EngineCore
 from services.scheduler.core.output import WaitReason
 from services.scheduler.core.request import Request, RequestStatus
@@ -24,12 +25,19 @@ _HELD = (WaitReason.MAX_SEQS, WaitReason.NO_BLOCKS)
 class ResumableSessions:
     """The clients' sessions of one replica."""
 
-    def __init__(self, engine: EngineCore, sessions: Sessions, max_num_sessions: int) -> None:
+    def __init__(
+        self,
+        engine: EngineCore,
+        sessions: Sessions,
+        adapters: AdapterLoader,
+        max_num_sessions: int,
+    ) -> None:
         """If `max_num_sessions` sessions are open, a further session ends with its first turn."""
         self.num_given_up = 0
-        """Number of sessions that were ended because other requests needed their blocks or rows."""
+        """Number of sessions that were ended because other requests needed what they occupied."""
         self._engine = engine
         self._sessions = sessions
+        self._adapters = adapters
         self._max_num_sessions = max_num_sessions
         self._waits_since: dict[tuple[Request, int], float] = {}
         """Maps a session and its number of tokens to the time at which its wait was first seen."""
@@ -77,33 +85,43 @@ class ResumableSessions:
             self._engine.changes.add_chunk(request, None)
 
     def end_for_waiting(self, reason: WaitReason | None, now: float) -> None:
-        """Ends one session if other requests wait for blocks or rows, as `reason` says.
-        Ends the session that has waited longest for input, if it has waited at least KEPT_SECONDS.
-        If no session waits for input and no request runs, sessions wait for each other's blocks,
-        and the session that was opened last is ended.
+        """Ends one session if other requests wait for blocks or rows, as `reason` says, or for the
+        slot of its adapter. Ends the session that has waited longest for input, if it has waited at
+        least KEPT_SECONDS. If no session waits for input and no request runs, sessions wait for
+        each other's blocks, and the session that was opened last is ended.
         """
-        scheduler, since = self._engine.scheduler, self._waits_since
-        between_turns = scheduler.queues.between_turns
+        between_turns, since = self._engine.scheduler.queues.between_turns, self._waits_since
         waiting = [(request, request.num_tokens) for request in between_turns]
         self._waits_since = {one: since.get(one, now) for one in waiting}
-        if reason not in _HELD or self._engine.num_waiting == len(between_turns):
+        victim = self._victim(reason)
+        if victim is None:
             return
-        victim = next(iter(between_turns), None)
-        if victim is not None:
-            if now < self._waits_since[victim, victim.num_tokens] + KEPT_SECONDS:
-                return
-        elif not scheduler.running:
-            victim = max(
-                (request for request in scheduler.queues.kv_waiting if request.resumable),
-                key=lambda request: request.key,
-                default=None,
-            )
-        if victim is not None:
-            self.num_given_up += 1
-            error = Unavailable(
-                "the scheduler ended the client's session to free its blocks and its batch row "
-                "for other requests",
-                reason="SESSION_GIVEN_UP",
-            )
-            self._sessions.refuse(victim, error)
-            self._engine.changes.abort([victim])
+        begun = self._waits_since.get((victim, victim.num_tokens))
+        if begun is not None and now < begun + KEPT_SECONDS:
+            return
+        self.num_given_up += 1
+        error = Unavailable(
+            "the scheduler ended the client's session to free its blocks, its batch row or its "
+            "adapter's slot for other requests",
+            reason="SESSION_GIVEN_UP",
+        )
+        self._sessions.refuse(victim, error)
+        self._engine.changes.abort([victim])
+
+    def _victim(self, reason: WaitReason | None) -> Request | None:
+        scheduler = self._engine.scheduler
+        between_turns = scheduler.queues.between_turns
+        if self._adapters.lacks_slot:
+            others = (one for one in self._engine.unfinished if one not in between_turns)
+            used = {b"", *(one.adapter_digest for one in others)}
+            if unused := [one for one in between_turns if one.adapter_digest not in used]:
+                return unused[0]
+        if reason not in _HELD or self._engine.num_waiting == len(between_turns):
+            return None
+        if between_turns or scheduler.running:
+            return next(iter(between_turns), None)
+        return max(
+            (request for request in scheduler.queues.kv_waiting if request.resumable),
+            key=lambda request: request.key,
+            default=None,
+        )

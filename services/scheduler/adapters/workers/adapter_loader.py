@@ -42,6 +42,8 @@ class AdapterLoader:
         failed: Callable[[Request, str], None],
     ) -> None:
         """Calls `failed` with a request whose adapter new workers cannot load, and the error."""
+        self.lacks_slot = False
+        """Whether an adapter is not loaded because unfinished requests use all loaded adapters."""
         self._workers = workers
         self._max_cpu_loras = max_cpu_loras
         self._unfinished = unfinished
@@ -124,10 +126,14 @@ class AdapterLoader:
             if self.is_loaded(adapter.digest):
                 return
             async with self._turn:
-                while not self._make_room():
-                    await asyncio.sleep(_RETRY_SECONDS)
-                    if is_over():
-                        return
+                try:
+                    while not self._make_room():
+                        self.lacks_slot = True
+                        await asyncio.sleep(_RETRY_SECONDS)
+                        if is_over():
+                            return
+                finally:
+                    self.lacks_slot = False
                 self._loading[adapter.digest] = adapter
                 try:
                     await self._workers.load_adapter(adapter, list(self._loaded))
