@@ -1,15 +1,23 @@
-"""A group of workers is open once every rank is connected and has answered an empty step."""
+"""A group of workers is open once every rank is connected and has answered an empty step. Workers
+may not read messages.
+"""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 from stepwell.common.v1 import common_pb2
 
 from services.common.rpc.channel import open_channel
 from services.scheduler.adapters.workers.worker_client import Rank, WorkerGroup
+from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.ports import WorkersLost
 from tests.scheduler.engine_bench import eventually
 from tests.scheduler.fake_worker import FakeWorker
+
+SECONDS = 60.0
 
 
 async def test_a_rank_that_is_lost_while_another_one_has_not_answered_is_noticed() -> None:
@@ -31,3 +39,36 @@ async def test_a_rank_that_is_lost_while_another_one_has_not_answered_is_noticed
     await second.stop()
     for channel in channels.values():
         await channel.close()
+
+
+@pytest.fixture(params=["TCP", "Unix socket"])
+def worker(request: pytest.FixtureRequest, tmp_path: Path) -> FakeWorker:
+    worker = FakeWorker()
+    if request.param == "Unix socket":
+        worker._address = f"unix:{tmp_path}/worker.sock"
+    return worker
+
+
+@asynccontextmanager
+async def group_of(worker: FakeWorker, step_timeout_seconds: float) -> AsyncIterator[WorkerGroup]:
+    address = await worker.start()
+    async with open_channel(address) as channel:
+        group = WorkerGroup([Rank(address, channel)], step_timeout_seconds, common_pb2.Owner())
+        await group.open(1)
+        yield group
+        group.close()
+    await worker.stop()
+
+
+async def test_a_step_ends_in_time_while_the_worker_does_not_read_the_next(
+    worker: FakeWorker,
+) -> None:
+    async with group_of(worker, 0.5) as group:
+        worker.going.clear()
+        first = await group.submit(SchedulerOutput(1))
+        late = r"did not complete step 1 within 0\.5 s"
+        async with asyncio.timeout(SECONDS):
+            with pytest.raises(WorkersLost, match=late):
+                await (await group.submit(SchedulerOutput(2), "0" * 2**20))
+        with pytest.raises(WorkersLost, match=late):
+            await first

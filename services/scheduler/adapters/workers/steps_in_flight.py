@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from stepwell.worker.v1 import worker_pb2
 
@@ -93,13 +93,17 @@ class SentStep:
     def late_ranks(self) -> list[str]:
         return [address for address in self._steps.ranks if address in self._missing]
 
-    def overdue(self) -> None:
-        """Makes `output` raise WorkersLost, because the step's time limit has passed."""
+    def overdue(self) -> str:
+        """Makes `output` raise WorkersLost, because the step's time limit has passed. Returns the
+        error's message.
+        """
         late = ", ".join(self.late_ranks())
-        self.fail(
+        message = (
             f"the worker at {late} did not complete step {self.number} within "
             f"{self.allowed_seconds:.3g} s"
         )
+        self.fail(message)
+        return message
 
     def fail(self, message: str, reason: str | None = None) -> None:
         """Makes `output` raise WorkersLost, if the step is not done."""
@@ -150,6 +154,8 @@ class StepsInFlight:
 
     def __init__(self, ranks: Iterable[str], deadlines: Deadlines) -> None:
         self.ranks = tuple(ranks)
+        self.on_overdue: Callable[[str], None] = lambda _: None
+        """Called with a message when the time limit of a step has passed."""
         self.num_stages = 1
         self.num_speculative_tokens = 0
         self.model = ModelFacts()
@@ -208,4 +214,4 @@ class StepsInFlight:
         return self._steps[0].late_ranks() if self._steps else []
 
     def _overdue(self) -> None:
-        self._steps[0].overdue()
+        self.on_overdue(self._steps[0].overdue())

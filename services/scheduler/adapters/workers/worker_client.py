@@ -137,8 +137,8 @@ class Rank:
         if self._call is None:
             raise WorkersLost(self._why_lost)
 
-    def close(self) -> None:
-        """Ends the stream. Steps in flight raise WorkersLost."""
+    def close(self, why: str = "") -> None:
+        """Ends the stream. Steps in flight raise WorkersLost with the message `why`, if given."""
         for task in (self._reader, self._watch):
             if task is not None:
                 task.cancel()
@@ -146,7 +146,10 @@ class Rank:
         if self._call is not None:
             self._call.cancel()
             self._call = None
-        self._fail(f"the scheduler closed the stream of steps to the worker at {self.address}")
+        self._why_lost = (
+            why or f"the scheduler closed the stream of steps to the worker at {self.address}"
+        )
+        self._fail(self._why_lost)
 
     async def submit(self, request: worker_pb2.ExecuteRequest, step: SentStep) -> None:
         """Sends a step. Raises WorkersLost if the stream has ended."""
@@ -200,8 +203,9 @@ class Rank:
             elif not self._was_starved_since(asked):
                 num_silent += 1
         self._watch = None
-        self.close()
-        self.on_lost(f"the worker at {self.address} was lost: it does not answer while it is idle")
+        message = f"the worker at {self.address} was lost: it does not answer while it is idle"
+        self.close(message)
+        self.on_lost(message)
 
     def _was_starved_since(self, asked: float) -> bool:
         """Whether the worker had no CPU for most of the time since `asked`."""
@@ -241,6 +245,7 @@ class WorkerGroup:
         self._is_open = False
         self._deadlines = Deadlines(STEP_FLOOR_SECONDS, step_timeout_seconds)
         self._steps = StepsInFlight([rank.address for rank in ranks], self._deadlines)
+        self._steps.on_overdue = self.close
         self._grammars = PreparedGrammars()
         self._incarnations: list[str] = []
         self._generation = 0
@@ -298,9 +303,12 @@ class WorkerGroup:
         """Makes every rank load an adapter. Waits for all ranks. Raises StepwellError."""
         await _gather_calls(rank.load_adapter(adapter, kept) for rank in self._ranks)
 
-    def close(self) -> None:
+    def close(self, why: str = "") -> None:
+        """Ends the streams. If a step is overdue, this also ends a write of the next step, which
+        would wait for as long as the worker does not read.
+        """
         for rank in self._ranks:
-            rank.close()
+            rank.close(why)
 
     def _rank_lost(self, message: str) -> None:
         if self._is_open:
