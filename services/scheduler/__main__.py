@@ -22,6 +22,7 @@ from services.common.errors import Aborted
 from services.common.pool.kv_directory import node_name
 from services.common.process.lifecycle import run_service
 from services.common.rpc.channel import open_channel
+from services.common.rpc.message_limits import MAX_STEP_BYTES
 from services.common.rpc.server import GrpcServer
 from services.common.telemetry.exposition import Exposition
 from services.common.telemetry.metrics import serving_metrics
@@ -73,7 +74,9 @@ async def _serve(
     ecosystem, registration = Ecosystem(settings, tls), Registration(settings)
     await registration.require_usable()
     pool_channel = open_channel(settings.kvpool, tls)
-    worker_channels = [open_channel(address, tls) for address in settings.workers]
+    worker_channels = [
+        open_channel(address, tls, max_sent_bytes=MAX_STEP_BYTES) for address in settings.workers
+    ]
     owner = common_pb2.Owner(name=settings.replica, started_unix_nanos=time.time_ns())
     pool = PoolClient(
         pool_channel,

@@ -12,6 +12,7 @@ from stepwell.worker.v1 import worker_pb2_grpc
 
 from services.common.errors import Aborted, StepwellError, Unavailable
 from services.common.process.lifecycle import end_at_once
+from services.common.rpc.message_limits import MAX_STEP_BYTES
 from services.common.rpc.server import GrpcServer
 from services.common.telemetry.exposition import Exposition
 from services.common.telemetry.metrics_servicer import collect_in_thread, serve_collect
@@ -117,7 +118,9 @@ class WorkerService:
         metrics = WorkerMetrics()
         self._servicer = WorkerServicer(self._compute, tracing, metrics)
         self._servicer.device_failed = self._member.end
-        self._server = GrpcServer(tls=tls, has_local_streams=True)
+        self._server = GrpcServer(
+            tls=tls, has_local_streams=True, max_received_bytes=MAX_STEP_BYTES
+        )
         self._server.add(worker_pb2_grpc.add_WorkerServicer_to_server, self._servicer, GRPC_SERVICE)
         exposition = Exposition(SERVICE, [metrics], [TlsCollector(tls), TracingCollector(tracing)])
         serve_collect(self._server, collect_in_thread(exposition))

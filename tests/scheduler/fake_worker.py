@@ -11,6 +11,7 @@ from stepwell.worker.v1 import worker_pb2, worker_pb2_grpc
 
 from services.common.errors import InternalError, InvalidArgument
 from services.common.pool.block_hash import pack_token_ids, unpack_token_ids
+from services.common.rpc.message_limits import MAX_STEP_BYTES
 from services.common.rpc.protocol import PROTOCOL, OtherProtocol, own_release
 from services.common.rpc.server import GrpcServer
 from services.common.telemetry import names
@@ -98,7 +99,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     async def start(self) -> str:
         """Starts to serve, at the address of the last start if there was one. Returns it."""
-        self._server = GrpcServer()
+        self._server = GrpcServer(has_local_streams=True, max_received_bytes=MAX_STEP_BYTES)
         self._server.add(
             worker_pb2_grpc.add_WorkerServicer_to_server, self, "stepwell.worker.v1.Worker"
         )

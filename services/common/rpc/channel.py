@@ -27,7 +27,6 @@ KEEPALIVE_OPTIONS: tuple[tuple[str, int], ...] = (
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     *KEEPALIVE_OPTIONS,
     ("grpc.http2.max_pings_without_data", 0),
     # A restarted service is reconnected within a quarter of a second.
@@ -44,19 +43,28 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 def open_channel(
-    address: str, tls: "Tls | None" = None, *, lookahead_bytes: int = LOOKAHEAD_BYTES
+    address: str,
+    tls: "Tls | None" = None,
+    *,
+    lookahead_bytes: int = LOOKAHEAD_BYTES,
+    max_sent_bytes: int = MAX_MESSAGE_BYTES,
 ) -> ForwardingChannel:
     """Creates a channel to host:port or unix:PATH, which connects at its first use. `tls` is not
     used for Unix sockets. With a Unix socket, each bidirectional stream has a separate connection.
     On each stream the peer may send `lookahead_bytes` bytes that are not read yet. The rest of a
-    longer message is sent once a reader waits for the message.
+    longer message is sent once a reader waits for the message. A message to the server has at most
+    `max_sent_bytes` bytes.
     """
-    options = (*CHANNEL_OPTIONS, ("grpc.http2.lookahead_bytes", lookahead_bytes))
+    options = (
+        *CHANNEL_OPTIONS,
+        ("grpc.http2.lookahead_bytes", lookahead_bytes),
+        ("grpc.max_send_message_length", max_sent_bytes),
+    )
     if tls is not None and not is_unix_address(address):
         return tls.channel(address, options)
     channel = RenewingChannel(
         lambda: grpc.aio.insecure_channel(address, options=options), lambda: None
     )
     if is_unix_address(address):
-        return LocalChannel(channel, unix_path(address), lookahead_bytes)
+        return LocalChannel(channel, unix_path(address), lookahead_bytes, max_sent_bytes)
     return channel

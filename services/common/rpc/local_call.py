@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, status_pb2
 
 from services.common.rpc.forwarding_channel import UNDECODABLE, UndecodableAnswer, lenient
-from services.common.rpc.local_stream import TOO_LARGE, FrameKind, LocalStream, opening
+from services.common.rpc.local_stream import FrameKind, LocalStream, opening, too_large
 from services.common.rpc.message_limits import MAX_MESSAGE_BYTES
 from services.common.rpc.status import DETAILS_KEY
 
@@ -32,9 +32,13 @@ class LocalCall:
         serialize: Callable[[Any], bytes] | None,
         deserialize: Callable[[bytes], Any] | None,
         lookahead_bytes: int,
+        max_sent_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
-        """Without `serialize` and `deserialize`, messages are bytes, as in grpc."""
+        """Without `serialize` and `deserialize`, messages are bytes, as in grpc. A message that is
+        sent has at most `max_sent_bytes` bytes.
+        """
         self._method = method
+        self._max_sent_bytes = max_sent_bytes
         self._serialize = serialize or bytes
         self._deserialize = lenient(deserialize) or bytes
         self.ended: asyncio.Future[status_pb2.Status] = asyncio.get_running_loop().create_future()
@@ -49,9 +53,10 @@ class LocalCall:
         if self.ended.done():
             raise asyncio.InvalidStateError("the call has ended")
         message = self._serialize(request)
-        if len(message) > MAX_MESSAGE_BYTES:
-            self._end(TOO_LARGE)
-            raise _error(TOO_LARGE)
+        if len(message) > self._max_sent_bytes:
+            status = too_large(self._max_sent_bytes)
+            self._end(status)
+            raise _error(status)
         self._stream.send(FrameKind.MESSAGE, message)
         if self._stream.has_unsent:
             try:

@@ -24,11 +24,14 @@ class LocalChannel(ForwardingChannel):
     restart, while streams already work.
     """
 
-    def __init__(self, channel: ForwardingChannel, path: str, lookahead_bytes: int) -> None:
+    def __init__(
+        self, channel: ForwardingChannel, path: str, lookahead_bytes: int, max_sent_bytes: int
+    ) -> None:
         """`channel` is a gRPC channel to the same server."""
         self._channel = channel
         self._path = streams_path(path)
         self._lookahead_bytes = lookahead_bytes
+        self._max_sent_bytes = max_sent_bytes
         self._calls: set[LocalCall] = set()
 
     def current(self) -> grpc.aio.Channel:
@@ -72,7 +75,12 @@ class LocalChannel(ForwardingChannel):
             if connection is None:
                 return over_grpc(*args, **kwargs)
             call = LocalCall(
-                connection, method, request_serializer, response_deserializer, self._lookahead_bytes
+                connection,
+                method,
+                request_serializer,
+                response_deserializer,
+                self._lookahead_bytes,
+                self._max_sent_bytes,
             )
             self._calls.add(call)
             call.add_done_callback(self._calls.discard)

@@ -13,7 +13,7 @@ import grpc
 from google.rpc import code_pb2, status_pb2
 
 from services.common.rpc.addresses import remove_abandoned
-from services.common.rpc.local_stream import TOO_LARGE, FrameKind, LocalStream, opened
+from services.common.rpc.local_stream import FrameKind, LocalStream, opened, too_large
 from services.common.rpc.message_limits import LOOKAHEAD_BYTES, MAX_MESSAGE_BYTES
 from services.common.rpc.status import DETAILS_KEY
 
@@ -35,12 +35,18 @@ class LocalServer:
     """
 
     def __init__(
-        self, max_calls: int | None = None, opening_seconds: float = _OPENING_SECONDS
+        self,
+        max_calls: int | None = None,
+        opening_seconds: float = _OPENING_SECONDS,
+        max_received_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
-        """A connection that names no method within `opening_seconds` is closed."""
+        """A connection that names no method within `opening_seconds` is closed. A message from a
+        client has at most `max_received_bytes` bytes.
+        """
         self.handlers: dict[str, Any] = {}
         """Maps methods, such as /package.Service/Method, to grpc's handlers."""
         self.max_calls = max_calls
+        self.max_received_bytes = max_received_bytes
         self.tasks: set[asyncio.Task[None]] = set()
         self.opening_seconds = opening_seconds
         self.unopened: set[_Call] = set()
@@ -115,7 +121,9 @@ class _Call:
         self._handler: Any = None
         self._status = _OK
         self._is_cancelled = False
-        self._stream = LocalStream(connection, LOOKAHEAD_BYTES, self._take, self._lost)
+        self._stream = LocalStream(
+            connection, LOOKAHEAD_BYTES, self._take, self._lost, server.max_received_bytes
+        )
         server.unopened.add(self)
         loop = asyncio.get_running_loop()
         self._opening = loop.call_later(server.opening_seconds, self.close)
@@ -169,8 +177,8 @@ class _Call:
         """
         message = self._handler.response_serializer(response)
         if len(message) > MAX_MESSAGE_BYTES:
-            self._status = TOO_LARGE
-            raise grpc.aio.AbortError(TOO_LARGE.message)
+            self._status = too_large(MAX_MESSAGE_BYTES)
+            raise grpc.aio.AbortError(self._status.message)
         self._stream.send(FrameKind.MESSAGE, message)
         self._end_if_broken()
 

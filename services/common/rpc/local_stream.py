@@ -19,11 +19,6 @@ from google.rpc import code_pb2, status_pb2
 
 from services.common.rpc.message_limits import MAX_MESSAGE_BYTES
 
-TOO_LARGE = status_pb2.Status(
-    code=code_pb2.RESOURCE_EXHAUSTED, message=f"a message has more than {MAX_MESSAGE_BYTES} bytes"
-)
-"""The status of a call that ends because a message exceeds the size limit."""
-
 _HEADER = struct.Struct("!BI")
 _HEADER_BYTES = _HEADER.size
 _LOOKAHEAD = struct.Struct("!I")
@@ -60,6 +55,13 @@ def opened(payload: bytes) -> tuple[str, int]:
     return payload[_LOOKAHEAD.size :].decode(), _LOOKAHEAD.unpack_from(payload)[0]
 
 
+def too_large(max_bytes: int) -> status_pb2.Status:
+    """The status of a call that ends because a message has more than `max_bytes` bytes."""
+    return status_pb2.Status(
+        code=code_pb2.RESOURCE_EXHAUSTED, message=f"a message has more than {max_bytes} bytes"
+    )
+
+
 class LocalStream:
     """One end of a stream, in the running event loop. One task may read and one task may write. All
     methods except `send_at_once` must be called in the event loop's thread. Messages are sent and
@@ -73,16 +75,19 @@ class LocalStream:
         lookahead_bytes: int,
         on_frame: Callable[[FrameKind, bytes], None],
         on_lost: Callable[[], None],
+        max_received_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         """Owns and closes `connection`, which must be non-blocking. Receiving pauses while more
         than `lookahead_bytes` bytes of messages are unread, but a single longer message is received
         as a whole. `on_frame` is called with all frames except messages. `on_lost` is called if the
-        connection ends before `close` or receives an invalid frame.
+        connection ends before `close` or receives an invalid frame, such as a frame with more than
+        `max_received_bytes` bytes.
         """
         self._connection = connection
         self._lookahead_bytes = lookahead_bytes
         self._on_frame = on_frame
         self._on_lost = on_lost
+        self._max_received_bytes = max_received_bytes
         self._loop = asyncio.get_running_loop()
         self._begun = bytearray()
         """The received bytes of an incomplete frame."""
@@ -262,14 +267,14 @@ class LocalStream:
         if len(self._begun) < _HEADER_BYTES:
             return False
         kind, length = _HEADER.unpack_from(self._begun)
-        return not _is_frame(kind, length) or len(self._begun) >= _HEADER_BYTES + length
+        return not self._is_frame(kind, length) or len(self._begun) >= _HEADER_BYTES + length
 
     def _take_frames(self, received: bytes) -> int:
         """Processes the complete frames in `received`. Returns their total number of bytes."""
         start, num_bytes = 0, len(received)
         while num_bytes - start >= _HEADER_BYTES and not self._is_closed:
             kind, length = _HEADER.unpack_from(received, start)
-            if not _is_frame(kind, length):
+            if not self._is_frame(kind, length):
                 self._lose()
                 break
             begin = start + _HEADER_BYTES
@@ -287,9 +292,8 @@ class LocalStream:
                 _wake(self._reader)
         return start
 
-
-def _is_frame(kind: int, length: int) -> bool:
-    return kind <= _LAST_KIND and length <= MAX_MESSAGE_BYTES
+    def _is_frame(self, kind: int, length: int) -> bool:
+        return kind <= _LAST_KIND and length <= self._max_received_bytes
 
 
 def _wake(waiter: "asyncio.Future[None] | None") -> None:

@@ -76,16 +76,23 @@ class GrpcServer:
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
         tls: "Tls | None" = None,
         has_local_streams: bool = False,
+        max_received_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         """With `tls`, network clients must use TLS, and only clients that `tls` allows are served.
         With `has_local_streams`, a server at unix:PATH also serves bidirectional streams at
-        PATH.streams (`LocalStream`). These calls bypass `interceptors`.
+        PATH.streams (`LocalStream`). These calls bypass `interceptors`. A message from a client has
+        at most `max_received_bytes` bytes.
         """
         self._tls = tls
-        self._local = LocalServer(max_concurrent_rpcs) if has_local_streams else None
+        self._local = (
+            LocalServer(max_concurrent_rpcs, max_received_bytes=max_received_bytes)
+            if has_local_streams
+            else None
+        )
+        limits = {"grpc.max_receive_message_length": max_received_bytes}
         self._server = grpc.aio.server(
             interceptors=[StatusInterceptor(tls), *interceptors],
-            options=tuple((dict(SERVER_OPTIONS) | dict(options or {})).items()),
+            options=tuple((dict(SERVER_OPTIONS) | limits | dict(options or {})).items()),
             maximum_concurrent_rpcs=max_concurrent_rpcs,
         )
         self._health = health.aio.HealthServicer()

@@ -1,5 +1,5 @@
-"""A group of workers is open once every rank is connected and has answered an empty step. Workers
-may not read messages.
+"""A group of workers is open once every rank is connected and has answered an empty step. Messages
+to the workers may be large, and workers may not read them.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ import pytest
 from stepwell.common.v1 import common_pb2
 
 from services.common.rpc.channel import open_channel
+from services.common.rpc.message_limits import MAX_MESSAGE_BYTES, MAX_STEP_BYTES
 from services.scheduler.adapters.workers.worker_client import Rank, WorkerGroup
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.ports import WorkersLost
@@ -52,7 +53,7 @@ def worker(request: pytest.FixtureRequest, tmp_path: Path) -> FakeWorker:
 @asynccontextmanager
 async def group_of(worker: FakeWorker, step_timeout_seconds: float) -> AsyncIterator[WorkerGroup]:
     address = await worker.start()
-    async with open_channel(address) as channel:
+    async with open_channel(address, max_sent_bytes=MAX_STEP_BYTES) as channel:
         group = WorkerGroup([Rank(address, channel)], step_timeout_seconds, common_pb2.Owner())
         await group.open(1)
         yield group
@@ -72,3 +73,9 @@ async def test_a_step_ends_in_time_while_the_worker_does_not_read_the_next(
                 await (await group.submit(SchedulerOutput(2), "0" * 2**20))
         with pytest.raises(WorkersLost, match=late):
             await first
+
+
+async def test_a_step_may_be_larger_than_other_messages(worker: FakeWorker) -> None:
+    async with group_of(worker, SECONDS) as group:
+        output = await (await group.submit(SchedulerOutput(1), "0" * (MAX_MESSAGE_BYTES + 1)))
+        assert output.token_ids == []
