@@ -89,6 +89,9 @@ class ReplicaClient:
         self._configure = configure
         self._shape: ReplicaShape | None = None
         self._incarnations: list[str] = []
+        self._is_opening = False
+        self._lost: PoolLost | WorkersLost | None = None
+        """A loss during the present attempt to open, which then fails."""
         self.on_new_workers: Callable[[], None] = lambda: None
         """Called before the first step of new worker processes, after `prepare_workers`."""
         self.prepare_workers: Callable[[], Awaitable[None]] = _nothing
@@ -103,6 +106,7 @@ class ReplicaClient:
         loop = asyncio.get_running_loop()
         quiet_until = loop.time() + QUIET_SECONDS
         while True:
+            self._is_opening, self._lost = True, None
             try:
                 return await self._try()
             except StepwellError as error:
@@ -119,6 +123,8 @@ class ReplicaClient:
                     logger.info("waiting for the kvpool and the workers: %s", logged)
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, LAST_RETRY_SECONDS)
+            finally:
+                self._is_opening = False
 
     @property
     def kernels(self) -> str:
@@ -130,9 +136,17 @@ class ReplicaClient:
         return self._workers.were_ended
 
     def watch(self, on_lost: Callable[[PoolLost | WorkersLost], None]) -> None:
-        """Sets a callback for losses of the pool or the workers that occur between calls."""
-        self._pool.on_lost = on_lost
-        self._workers.on_lost = on_lost
+        """Sets a callback for losses of the pool or the workers that occur between calls. It is not
+        called for losses while `open` runs.
+        """
+
+        def note(lost: PoolLost | WorkersLost) -> None:
+            if self._is_opening:
+                self._lost = lost
+            else:
+                on_lost(lost)
+
+        self._pool.on_lost = self._workers.on_lost = note
 
     def close(self) -> None:
         self._workers.close()
@@ -164,6 +178,8 @@ class ReplicaClient:
             await self.prepare_workers()
             self._incarnations = incarnations
             self.on_new_workers()
+        if self._lost is not None:
+            raise self._lost
         self._shape = shape
         logger.info(
             "serving %s: %d blocks of %d tokens, generation %d",

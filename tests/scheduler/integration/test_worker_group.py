@@ -5,18 +5,25 @@ to the workers may be large, and workers may not read them.
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 from stepwell.common.v1 import common_pb2
 
+from services.common.errors import Unavailable
 from services.common.rpc.channel import open_channel
 from services.common.rpc.message_limits import MAX_MESSAGE_BYTES, MAX_STEP_BYTES
+from services.scheduler.adapters.pool.pool_client import PoolClient
+from services.scheduler.adapters.replica import ReplicaClient
+from services.scheduler.adapters.replica_config import scheduler_config
 from services.scheduler.adapters.workers.worker_client import Rank, WorkerGroup
 from services.scheduler.core.output import SchedulerOutput
-from services.scheduler.core.ports import WorkersLost
+from services.scheduler.core.ports import PoolLost, WorkersLost
+from services.scheduler.settings import SchedulerSettings
 from tests.scheduler.engine_bench import eventually
 from tests.scheduler.fake_worker import FakeWorker
+from tests.scheduler.serving_replica import Pool
 
 SECONDS = 60.0
 
@@ -79,3 +86,34 @@ async def test_a_step_may_be_larger_than_other_messages(worker: FakeWorker) -> N
     async with group_of(worker, SECONDS) as group:
         output = await (await group.submit(SchedulerOutput(1), "0" * (MAX_MESSAGE_BYTES + 1)))
         assert output.token_ids == []
+
+
+async def test_a_loss_before_all_are_open_is_not_reported_afterwards() -> None:
+    worker, pool = FakeWorker(), Pool()
+    address, pool_address = await worker.start(), await pool.start()
+    settings = SchedulerSettings(kvpool=pool_address, workers=(address,))
+    losses: list[PoolLost | WorkersLost] = []
+    async with open_channel(address) as channel, open_channel(pool_address) as pool_channel:
+        rank = Rank(address, channel)
+        group = WorkerGroup([rank], SECONDS, common_pb2.Owner())
+        client = PoolClient(pool_channel, "pool", SECONDS)
+        replica = ReplicaClient(client, group, partial(scheduler_config, settings))
+        replica.watch(losses.append)
+        num_attempts = 0
+
+        async def prepare_workers() -> None:
+            nonlocal num_attempts
+            num_attempts += 1
+            if num_attempts == 1:
+                await worker.stop()
+                await eventually(lambda: rank._call is None)
+                await worker.start()
+                raise Unavailable("the worker was lost")
+
+        replica.prepare_workers = prepare_workers
+        await replica.open()
+        assert (num_attempts, losses) == (2, [])
+        await worker.stop()
+        await eventually(lambda: len(losses) == 1)
+        replica.close()
+    await pool.stop()
