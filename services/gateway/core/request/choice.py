@@ -116,8 +116,10 @@ class Choice:
             text, num_tokens, offsets, stop = self._plain_text(delta.token_ids), None, None, None
         else:
             text, num_tokens, offsets, stop = self._text_token_by_token(delta.token_ids, events)
+        rest = ""
+        if stop is None and delta.finish is not None:
+            rest, stop = self._rest()
         reason, stop_reason = self._finish(delta, stop)
-        rest = "" if reason is None or stop is not None else self._rest()
         text += rest
         if self._parser is not None and events is not None and reason is not None:
             events += [*self._parser.feed(rest), *self._parser.finish()]
@@ -203,6 +205,12 @@ class Choice:
         self.finish_reason = delta.finish.reason
         return self.finish_reason, delta.finish.stop_token_id
 
-    def _rest(self) -> str:
-        tail = self._detokenizer.flush()
-        return tail if self._stops is None else self._stops.flush() + tail
+    def _rest(self) -> tuple[str, str | None]:
+        """Returns the visible text that was held back until the end, and the stop string that it
+        completes, or None.
+        """
+        text = self._detokenizer.flush()
+        if self._stops is None or self.num_output_tokens <= self._min_tokens:
+            return text, None
+        text, stop = self._stops.feed(text)
+        return text + self._stops.flush(), stop

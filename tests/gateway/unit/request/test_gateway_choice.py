@@ -16,7 +16,7 @@ from services.gateway.core.request.generation import Answer
 from services.gateway.core.request.logprobs import LogprobRows
 from services.gateway.core.request.request import ClientRequest, EngineRequest, Prompt
 from services.gateway.core.text.stop_strings import StopPatterns
-from tests.gateway.tiny_tokenizer import write_tokenizer
+from tests.gateway.tiny_tokenizer import write_marked_tokenizer, write_tokenizer
 
 EOS = 0
 
@@ -117,6 +117,15 @@ def test_no_stop_string_begins_in_the_first_min_tokens(tokenizer):
         logprobs=False,
     )
     assert (answer.text, answer.last.stop_reason) == ("xyz", "xyz")
+
+
+def test_a_stop_string_of_byte_tokens_at_the_end_ends_the_answer(tmp_path):
+    marked = load_tokenizer(write_marked_tokenizer(tmp_path))
+    for last, finish in (([], FinishReason.LENGTH), ([EOS], FinishReason.STOP)):
+        tokens = [*encode(marked, "the\n"), *last]
+        answer = play(make_choice(marked, stop=("\n",)), [tokens], Finish(finish), logprobs=False)
+        assert (answer.text, answer.last.stop_reason) == (" the", "\n")
+        assert answer.last.finish_reason is FinishReason.STOP
 
 
 def test_the_stop_token_is_not_shown_unless_asked_for(tokenizer):
