@@ -46,6 +46,11 @@ def test_pieces_are_the_same_json():
         to_json({"a": LongList([])})
 
 
+def test_no_piece_is_empty_which_would_end_a_chunked_body():
+    for length in range(15_000, 17_000):
+        assert all(json_pieces({"text": "a" * length, "tokens": LongList([1] * 200)}))
+
+
 CHAT = ChatCompletionBody(messages=[ChatMessage(role="user", content="hi")])
 
 

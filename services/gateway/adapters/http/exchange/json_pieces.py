@@ -48,7 +48,9 @@ to_json = json.JSONEncoder(separators=(",", ":"), default=_refuse_long).encode
 
 
 def json_pieces(value: Any) -> Iterator[bytes]:
-    """Encodes a value as JSON, in pieces of about 16 KiB."""
+    """Encodes a value as JSON, in pieces of about 16 KiB. No piece is empty, because an empty chunk
+    would end a chunked body.
+    """
     parts: list[str] = []
     size = 0
     for part in _parts(value):
@@ -57,7 +59,8 @@ def json_pieces(value: Any) -> Iterator[bytes]:
         if size >= _BYTES:
             yield "".join(parts).encode()
             parts, size = [], 0
-    yield "".join(parts).encode()
+    if parts:
+        yield "".join(parts).encode()
 
 
 def _parts(value: Any) -> Iterator[str]:
