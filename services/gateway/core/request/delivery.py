@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 from contextvars import copy_context
+from itertools import chain
 from typing import Protocol
 
 from services.common.errors import StepwellError
@@ -109,7 +110,9 @@ class Delivery:
 
     def close(self) -> None:
         """Aborts unfinished sequences. Idempotent."""
-        self._generation.close()
+        unread = [*chain.from_iterable(self._parts)]
+        self._parts.clear()
+        self._generation.close(unread)
 
     def _deliver_soon(self) -> None:
         if self._is_for_task:

@@ -91,14 +91,16 @@ class Generation:
                 self.num_open -= 1
         return added
 
-    def close(self) -> None:
+    def close(self, unread: Sequence[tuple[int, Delta]] = ()) -> None:
         """Aborts unfinished sequences. If the answer is not shared, generated tokens that were not
-        read are added to the usage. Idempotent.
+        read are added to the usage: those in the mailbox, and those of `unread`, which were taken
+        from it. Idempotent.
         """
         if self.mailbox is not None:
             if self.source is None:
-                for index, delta in self.mailbox.take():
-                    self.choices[index].num_output_tokens += len(delta.token_ids)
+                for index, delta in (*unread, *self.mailbox.take()):
+                    if self.choices[index].finish_reason is None:
+                        self.choices[index].num_output_tokens += len(delta.token_ids)
             self.mailbox.close()
         if self.request.turn is not None:
             self.request.turn.end()

@@ -272,6 +272,34 @@ async def test_an_end_from_outside_waits_for_what_is_drained_and_aborts_the_rest
     assert engine.dropped == inflights
 
 
+async def test_tokens_that_were_not_put_are_counted_and_those_after_the_end_are_not(
+    tokenizer,
+) -> None:
+    sink = Pieces(one_at_a_time=True)
+    engine, delivery = make(tokenizer, sink)
+    running = asyncio.create_task(delivery.run())
+    await turns()
+    engine.inflights[0].tokens([7] * (3 * TOKENS_AT_A_TIME))
+    await turns()
+    engine.inflights[0].tokens([7])
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert len(sink.token_ids) == 1
+    assert delivery._generation.usage().num_generated_tokens == 3 * TOKENS_AT_A_TIME + 1
+
+    def put() -> None:
+        engine.inflights[0].tokens([9])
+
+    (stop,) = tokenizer._backend.encode("x", add_special_tokens=False).ids
+    engine, delivery = make(tokenizer, Pieces(put), stop=("x",))
+    running = asyncio.create_task(delivery.run())
+    await turns()
+    engine.inflights[0].tokens([stop])
+    async with asyncio.timeout(SECONDS):
+        await running
+    assert delivery._generation.usage().num_generated_tokens == 1
+
+
 async def test_an_error_of_the_sink_is_that_of_the_run(tokenizer) -> None:
     def fail() -> None:
         raise ValueError("broken")
