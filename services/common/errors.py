@@ -96,11 +96,16 @@ class QuotaExceeded(ResourceExhausted):
         tenant_id: str = "",
         quota: str = "",
         field: str | None = None,
+        reason: str | None = None,
         retry_after_seconds: float | None = None,
         may_retry: bool | None = None,
     ) -> None:
         super().__init__(
-            message, field=field, retry_after_seconds=retry_after_seconds, may_retry=may_retry
+            message,
+            field=field,
+            reason=reason,
+            retry_after_seconds=retry_after_seconds,
+            may_retry=may_retry,
         )
         self.tenant_id = tenant_id
         self.quota = quota

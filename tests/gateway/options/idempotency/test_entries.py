@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from services.common.errors import InvalidArgument, ResourceExhausted
+from services.common.errors import InvalidArgument, QuotaExceeded, ResourceExhausted
 from services.common.request.finish import Finish, FinishReason
 from services.gateway.core.request.delta import Delta
 from services.gateway.core.request.identity import Identity
@@ -55,11 +55,12 @@ def test_entries_are_read_as_they_were_written(entry: Entry):
     assert entry_from_bytes(entry_to_bytes(entry)) == entry
 
 
-def test_errors_keep_their_kind_and_what_they_say():
-    error = ResourceExhausted("full", reason="QUEUE_FULL", retry_after_seconds=1.5, may_retry=False)
+@pytest.mark.parametrize("kind", [ResourceExhausted, QuotaExceeded])
+def test_errors_keep_their_kind_and_what_they_say(kind: type[ResourceExhausted]):
+    error = kind("full", reason="QUEUE_FULL", retry_after_seconds=1.5, may_retry=False)
     match entry_from_bytes(entry_to_bytes(Fail(error))):
         case Fail(found):
-            assert type(found) is ResourceExhausted
+            assert type(found) is kind
             assert (found.message, found.error_reason) == ("full", "QUEUE_FULL")
             assert (found.field, found.retry_after_seconds, found.may_retry) == (None, 1.5, False)
         case other:
