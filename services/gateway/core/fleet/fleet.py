@@ -167,9 +167,9 @@ class Fleet:
             if self.admission.queues(inflight):
                 self.admission.add(inflight)
             elif replica is not None and inflight.request.prompt_token_ids is prompt:
-                replica.send(
-                    inflight, RoutingDecision(replica.address, RoutingReason.SAME_PROMPT, 1)
-                )
+                route = RoutingDecision(replica.address, RoutingReason.SAME_PROMPT, 1)
+                replica.send(inflight, route)
+                self.admission.sent(inflight, route)
             else:
                 replica = self.send(inflight)
                 prompt = inflight.request.prompt_token_ids

@@ -6,8 +6,14 @@ import pytest
 
 from services.common.errors import Aborted, Unavailable
 from services.common.request.finish import Finish, FinishReason
+from services.gateway.core.fleet.admission import Admission
 from services.gateway.core.fleet.replica_description import ReplicaState
-from services.gateway.core.request.inflight import MAX_LOSSES_COMPUTED, MAX_LOSSES_WAITED
+from services.gateway.core.fleet.routing_decision import RoutingDecision
+from services.gateway.core.request.inflight import (
+    MAX_LOSSES_COMPUTED,
+    MAX_LOSSES_WAITED,
+    Inflight,
+)
 from services.gateway.core.text.no_token import NAN_IN_LOGITS
 from tests.gateway.fake_fleet import (
     LIMITS,
@@ -42,6 +48,20 @@ def test_answers_to_one_prompt_go_to_one_replica_where_they_share_its_blocks() -
     for name in "ab":
         prompts = {tuple(inflight.request.prompt_token_ids) for inflight in world.has(name)}
         assert (len(world.has(name)), len(prompts)) == (3, 1)
+
+
+def test_each_answer_that_is_sent_is_counted_by_the_admission() -> None:
+    sent: list[Inflight] = []
+
+    class Counting(Admission):
+        def sent(self, inflight: Inflight, _route: RoutingDecision) -> None:
+            sent.append(inflight)
+
+    world = FakeFleet(2)
+    world.fleet.admission = Counting()
+    world.connect("a", "b")
+    mailbox = world.start(num_prompts=2, n=3)
+    assert sent == mailbox.inflights
 
 
 def test_replicas_that_cannot_run_steps_get_nothing() -> None:
