@@ -173,13 +173,13 @@ class KeyedGateway:
 
     async def _serve(self, client_of: Any, key: str, caller: str, fields: dict[str, Any]) -> None:
         client: Client = client_of()
-        prompts = fields.pop("prompts", ([5, 6],))
+        prompts, deadline = fields.pop("prompts", ([5, 6],)), fields.pop("deadline", None)
         options = {name: fields.pop(name) for name in ("n", "stop") if name in fields}
         sampling = SamplingParams(**{"max_tokens": 6, **fields})
         request = ClientRequest(
             f"{self._name}-{next(self._names)}", tuple(map(Prompt, prompts)), sampling, **options
         )
-        generation = await self.inference.prepare(request)
+        generation = await self.inference.prepare(request, deadline=deadline)
         generation = await self.keyed.attach(generation, IdempotencyKey(caller, key), "test")
         client.request_id = generation.request.request_id
         client.created = generation.identity.created

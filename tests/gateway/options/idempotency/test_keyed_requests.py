@@ -56,6 +56,16 @@ async def test_two_clients_read_one_answer_from_its_beginning(gateway: KeyedGate
     assert (gateway.keyed.counts.begun, gateway.keyed.counts.attached) == (1, 2)
 
 
+async def test_the_deadline_of_the_first_client_does_not_end_the_others_answer(
+    gateway: KeyedGateway, clock: ManualClock
+):
+    client = gateway.ask(deadline=clock.time() + 1)
+    await settle()
+    [([request], _)] = gateway.engine.started
+    assert request.deadline is None
+    await client.leave()
+
+
 async def test_an_answer_goes_on_when_its_client_has_gone(
     gateway: KeyedGateway, clock: ManualClock
 ):

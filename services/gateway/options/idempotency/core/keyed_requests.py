@@ -112,16 +112,16 @@ class KeyedRequests:
         return generation
 
     def _again(self, generation: Generation, identity: Identity) -> Generation:
-        """Makes a new Generation of the request, with another identity (id, seed, arrival time)."""
+        """Makes a new Generation of the request, with another identity (id, seed, arrival time). It
+        has no deadline, because the answer may have clients with other deadlines.
+        """
         request = replace(generation.request, request_id=identity.request_id)
-        first = generation.sequences[0]
         sequences = to_engine_requests(
             request,
             self._inference.limits(),
             seed=identity.seed,
             arrival_unix_nanos=identity.arrival_unix_nanos,
-            trace=first.trace,
-            deadline=first.deadline,
+            trace=generation.sequences[0].trace,
         )
         return Generation(request, identity, sequences, self._inference.tokenizer)
 
