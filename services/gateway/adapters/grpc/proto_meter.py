@@ -117,4 +117,5 @@ class MessageReaders:
     def _shorten_timeouts(self) -> None:
         now = asyncio.get_running_loop().time()
         for began, timeout in self._reads:
-            timeout.reschedule(max(now, began + _SECONDS_UNDER_PRESSURE))
+            if not timeout.expired():
+                timeout.reschedule(max(now, began + _SECONDS_UNDER_PRESSURE))

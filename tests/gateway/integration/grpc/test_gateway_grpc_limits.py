@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,13 @@ import pytest
 from google.protobuf.message import Message
 from stepwell.gateway.v1 import gateway_pb2
 
-from services.common.errors import OutOfRange
+from services.common.errors import Aborted, OutOfRange
 from services.gateway.adapters.grpc.inference_servicer import METHOD_PREFIX
-from services.gateway.adapters.grpc.proto_meter import MAX_FIELDS, check_message
+from services.gateway.adapters.grpc.proto_meter import (
+    MAX_FIELDS,
+    MessageReaders,
+    check_message,
+)
 from tests.gateway.serving import DEADLINE_SECONDS, Serving, serving, until
 
 KEY = (("authorization", "Bearer right"),)
@@ -37,6 +42,23 @@ async def test_a_message_that_does_not_come_is_not_waited_for(model: Path):
         calls = [raw_call(served, "Generate")() for _ in range(40)]
         assert await served.stub.ListModels(gateway_pb2.ListModelsRequest(), timeout=60)
         assert {await status_of(call) for call in calls} == {grpc.StatusCode.ABORTED}
+
+
+async def test_a_read_that_is_ending_does_not_fail_the_next_one() -> None:
+    async def silent() -> AsyncIterator[bytes]:
+        await asyncio.Event().wait()
+        yield b""
+
+    async def prompt() -> AsyncIterator[bytes]:
+        yield b"message"
+
+    readers = MessageReaders(0.0)
+    slow = [asyncio.create_task(readers.read(silent())) for _ in range(16)]
+    for _ in range(2):  # then all time limits have passed, and no read has ended yet
+        await asyncio.sleep(0)
+    assert await readers.read(prompt()) == b"message"
+    ends = await asyncio.gather(*slow, return_exceptions=True)
+    assert {type(end) for end in ends} == {Aborted}
 
 
 async def test_a_long_message_is_refused(model: Path):
