@@ -194,6 +194,16 @@ CHATS: list[tuple[str, dict[str, Any], str]] = [
         {"messages": CHAT, "structured_outputs": {"regex": "a", "structural_tag": {}}},
         "structured_outputs",
     ),
+    (
+        "half a surrogate pair in a structural tag",
+        {
+            "messages": CHAT,
+            "structured_outputs": {
+                "structural_tag": r'{"format": {"type": "const_string", "value": "<\ud800>"}}'
+            },
+        },
+        "structured_outputs",
+    ),
     ("an old name", {"messages": CHAT, "guided_json": {}}, "guided_json"),
     ("top without logprobs", {"messages": CHAT, "top_logprobs": 2}, "top_logprobs"),
     ("too many top", {"messages": CHAT, "logprobs": True, "top_logprobs": 99}, "top_logprobs"),

@@ -195,6 +195,21 @@ def test_hostile_text_takes_time_in_proportion(name: str) -> None:
         assert time.process_time() - began < 2, (name, unit)
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", r'<tool_call>{"name": "f\ud800", "arguments": "[\"\udc00\"]"}</tool_call>'),
+        ("pythonic", r'[f(a="\ud800")]'),
+        ("qwen3_coder", r"<tool_call><function=f><parameter=a>['\ud800']</parameter></function>"),
+    ],
+)
+def test_calls_have_no_half_of_a_surrogate_pair(name: str, text: str) -> None:
+    schemas = {"f": {"properties": {"a": {"type": "array"}}}}
+    [call] = read(OutputForm(TOOL_FORMATS[name], schemas), [text])[2]
+    assert "\ufffd" in "".join(call)
+    "".join(call).encode()
+
+
 def test_calls_that_are_not_wanted_are_dropped() -> None:
     (harmony,) = [one for one in RECORDED if one.format == "openai"]
     form = OutputForm(is_harmony=True, reasoning=REASONING_FORMATS["openai_gptoss"])

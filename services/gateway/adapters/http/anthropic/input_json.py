@@ -5,6 +5,7 @@ import math
 import re
 
 from services.gateway.core.text.parsing.reader import Malformed, Reader, Reading, drop
+from services.gateway.core.text.parsing.sink import encodable
 
 _SCALAR = re.compile(r"[-+.0-9A-Za-z_]+")
 _ESCAPE = re.compile(r"\\(u[0-9A-Fa-f]{4}|.)", re.DOTALL)
@@ -104,9 +105,7 @@ class InputWriter:
         pieces: list[str] = []
         yield from self._reader.quoted(pieces.append)
         text = json.loads(_ESCAPE.sub(_known_escape, "".join(pieces)), strict=False)
-        # Makes one character of two surrogates, and U+FFFD of a single surrogate.
-        whole = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-        return json.dumps(whole, ensure_ascii=False)
+        return json.dumps(encodable(text), ensure_ascii=False)
 
     def _scalar(self) -> Reading[str]:
         pieces: list[str] = []

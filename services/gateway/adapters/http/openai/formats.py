@@ -165,6 +165,7 @@ def _tag(value: dict[str, Any] | str) -> dict[str, Any]:
     """Returns a structural tag as an object. vLLM's clients may send it as JSON text."""
     try:
         tag = json.loads(value) if isinstance(value, str) else value
+        json.dumps(tag, ensure_ascii=False).encode()  # fails for half a surrogate pair
     except (ValueError, RecursionError) as error:
         raise invalid("structural_tag is not JSON") from error
     if not isinstance(tag, dict):

@@ -10,10 +10,17 @@ from services.gateway.core.text.parsing.events import (
 )
 
 
+def encodable(text: str) -> str:
+    """Replaces each half of a surrogate pair by U+FFFD. A model may write an escape of half a pair,
+    such as \\ud800, but UTF-8 cannot encode it.
+    """
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
 class Sink:
     """Makes events from the text that the readers of the formats report. Drops white space between
     content, reasoning and calls, because it is part of the format. Escapes control characters in
-    strings of arguments.
+    strings of arguments. Names and arguments are encodable.
     """
 
     def __init__(self, max_calls: int | None = None) -> None:
@@ -56,7 +63,7 @@ class Sink:
         self._escaper = ControlEscaper()
         self._boundary()
         if not self._is_full:
-            self._events.append(CallStart(self.num_calls, name))
+            self._events.append(CallStart(self.num_calls, encodable(name)))
         self.num_calls += 1
         return self.num_calls - 1
 
@@ -79,7 +86,7 @@ class Sink:
         return self._max_calls is not None and self.num_calls >= self._max_calls
 
     def _close_arguments(self) -> None:
-        text = self._escaper.feed("".join(self._arguments))
+        text = self._escaper.feed(encodable("".join(self._arguments)))
         if text and (self._max_calls is None or self.num_calls <= self._max_calls):
             self._events.append(CallArguments(self.num_calls - 1, text))
         self._arguments.clear()
