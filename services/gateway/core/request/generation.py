@@ -59,6 +59,10 @@ class Generation:
         """
         self.is_replay = False
         """Whether another request started the shared answer."""
+        self.num_resumed_tokens = 0
+        """Number of generated tokens of an earlier request's stopped answer, if this request
+        continues it.
+        """
         self.was_taken = False
         """Whether a replica has scheduled any sequence of the request."""
         self.choices = [

@@ -164,7 +164,7 @@ class Tenants(Option):
             raise
         finally:
             ALLOWANCE.reset(token)
-            allowance.close(was_refused=refused)
+            allowance.close(record.generation, was_refused=refused)
 
     async def before_queue(
         self,

@@ -7,8 +7,9 @@ import grpc
 import httpx
 import pytest
 
+from services.common.keys.api_keys import TenantRecord
 from tests.gateway.fake_scheduler import FakeScheduler
-from tests.gateway.keyring import BODY, bearer, limited, post
+from tests.gateway.keyring import BODY, FileKeyring, bearer, limited, post
 from tests.gateway.options.sessions.test_gateway_sessions import error_of, open_session
 from tests.gateway.serving import DEADLINE_SECONDS, Serving, serving, until
 from tests.gateway.spans import Tracer, assert_adds_up
@@ -70,3 +71,24 @@ async def test_an_answer_with_a_key_gives_back_what_it_did_not_use_when_it_ends_
             while not (other := await post(served, key, max_tokens=40)).is_success:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert 14 <= int(other.headers["x-ratelimit-remaining-tokens"]) <= 16
+
+
+async def test_a_request_that_continues_a_stopped_answer_is_charged_for_what_it_adds(
+    model: Path, tmp_path: Path
+) -> None:
+    """The prompt has 3 tokens. The first client leaves after 2 of 20 tokens."""
+    scheduler, ring = FakeScheduler(permits=2), FileKeyring(tmp_path / "keys.json")
+    key = await ring.add(TenantRecord("acme", tokens_per_minute=60))
+    linger = {"idempotency_linger_seconds": 0.0}
+    async with serving(model, scheduler, api_key_file=ring.path, **linger) as served:
+        body = BODY | {"max_tokens": 20, "ignore_eos": True}
+        headers = bearer(key) | {"Idempotency-Key": "once"}
+        with pytest.raises(httpx.ReadTimeout):
+            await served.http.post("/v1/completions", json=body, headers=headers, timeout=0.5)
+        await until(lambda: not scheduler.num_running)
+        scheduler.run_freely()
+        answer = await served.http.post("/v1/completions", json=body, headers=headers)
+        assert answer.json()["usage"]["completion_tokens"] == 20
+        other = await post(served, key, max_tokens=1)
+        left = 60 - (3 + 2) - (3 + 18) - (3 + 1)
+        assert left <= int(other.headers["x-ratelimit-remaining-tokens"]) <= left + 10

@@ -109,6 +109,7 @@ class KeyedRequests:
             generation = self._again(generation, request.identity)
         generation.source = request
         generation.is_replay = is_replay
+        generation.num_resumed_tokens = 0 if is_replay else request.recording.num_tokens
         return generation
 
     def _again(self, generation: Generation, identity: Identity) -> Generation:

@@ -131,4 +131,5 @@ class TenantChecks:
             await self._app(scope, receive, send_with_headers)
         finally:
             ALLOWANCE.reset(token)
-            allowance.close(was_refused=status >= _SERVER_ERROR)
+            record: RequestRecord = scope["state"]["record"]
+            allowance.close(record.generation, was_refused=status >= _SERVER_ERROR)

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable
 from contextvars import ContextVar
+from functools import partial
 from typing import Protocol
 
 from services.common.errors import (
@@ -154,7 +155,6 @@ class Allowance:
         self._slot = slot
         self.store = store
         self._num_cached_tokens = num_cached_tokens
-        self._generation: Generation | None = None
         self._num_reserved = 0
 
     async def reserve(self, generation: Generation) -> None:
@@ -178,14 +178,18 @@ class Allowance:
         standing = self.standing = await self.store.take(self.limits, change)
         if standing.refused_by is not None:
             raise LimitReached(self.limits, standing, num_tokens)
-        self._generation, self._num_reserved = generation, num_tokens
+        self._num_reserved = num_tokens
 
-    def close(self, *, was_refused: bool = False) -> None:
-        """Ends the request. If `was_refused` is true, the request does not count towards the
-        requests per minute, because it was refused for another reason than its tenant's limits.
+    def close(self, generation: Generation | None, *, was_refused: bool = False) -> None:
+        """Ends the request. `generation` is what ran, or None if nothing ran: after `reserve`, it
+        may have been replaced by one that reads a shared answer. If `was_refused` is true, the
+        request does not count towards the requests per minute, because it was refused for another
+        reason than its tenant's limits.
         """
-        kept = self._kept_source()
-        num_used = self._num_reserved if kept is not None else self._num_used()
+        if not self._num_reserved or (generation is not None and generation.is_replay):
+            generation = None
+        kept = None if generation is None else _kept_source(generation)
+        num_used = self._num_reserved if kept is not None else _num_used(generation)
         holds = self.limits.max_concurrent_requests is not None
         change = Change(
             self._slot,
@@ -196,30 +200,18 @@ class Allowance:
         )
         if holds or change.num_requests or change.num_tokens:
             self.store.give_back(self.limits, change)
-        if kept is not None:
-            kept.when_making_ends(self._give_back_unused)
+        if kept is not None and generation is not None:
+            kept.when_making_ends(partial(self._give_back_unused, generation))
 
-    def _kept_source(self) -> KeptSource | None:
-        """Returns the source that may continue to generate the answer after the request's end, if
-        there is one.
-        """
-        generation = self._generation
-        if generation is None or len(generation.finish_reasons()) == len(generation.choices):
-            return None
-        return generation.source
-
-    def _give_back_unused(self, made: Made) -> None:
+    def _give_back_unused(self, generation: Generation, made: Made) -> None:
         """Returns unused tokens to the limit, after the end of an answer that was generated further
         without its client.
         """
-        if self._generation is None:
-            return
         num_used = 0
         if any(num_cached is not None for num_cached in made.num_cached_tokens):
-            usage = self._generation.usage()
-            firsts = made.num_cached_tokens[:: self._generation.request.num_candidates]
-            num_cached = sum(num or 0 for num in firsts)
-            num_used = usage.num_prompt_tokens - num_cached + made.num_tokens
+            firsts = made.num_cached_tokens[:: generation.request.num_candidates]
+            num_uncached = generation.usage().num_prompt_tokens - sum(num or 0 for num in firsts)
+            num_used = num_uncached + made.num_tokens - generation.num_resumed_tokens
         if num_used != self._num_reserved:
             num_tokens = num_used - self._num_reserved
             change = Change(self._slot, num_tokens=num_tokens, must_fit=False)
@@ -240,12 +232,22 @@ class Allowance:
             longest = min(longest, usual, max(limit - num_uncached, 1))
         return num_uncached + longest
 
-    def _num_used(self) -> int:
-        generation = self._generation
-        if generation is None or not generation.was_taken:
-            return 0
-        usage = generation.usage()
-        return usage.num_prompt_tokens - usage.num_cached_tokens + usage.num_generated_tokens
+
+def _kept_source(generation: Generation) -> KeptSource | None:
+    """Returns the source that may continue to generate the answer after the request's end, if there
+    is one.
+    """
+    if len(generation.finish_reasons()) == len(generation.choices):
+        return None
+    return generation.source
+
+
+def _num_used(generation: Generation | None) -> int:
+    if generation is None or not generation.was_taken:
+        return 0
+    usage = generation.usage()
+    num_uncached = usage.num_prompt_tokens - usage.num_cached_tokens
+    return num_uncached + usage.num_generated_tokens - generation.num_resumed_tokens
 
 
 ALLOWANCE: ContextVar[Allowance | None] = ContextVar("allowance", default=None)
