@@ -51,12 +51,15 @@ class StepEngine:
     """
 
     def __init__(self) -> None:
+        self.capacity = 1000
         self.started: list[tuple[Sequence[EngineRequest], Sequence[Progress]]] = []
         self.open: list[Inflight] = []
         self._numbers = itertools.count()
 
     def limits(self) -> ModelLimits:
-        return ModelLimits(1000, 1000, VOCAB_SIZE, (), priority_scheduling=False, hidden_size=4)
+        return ModelLimits(
+            1000, self.capacity, VOCAB_SIZE, (), priority_scheduling=False, hidden_size=4
+        )
 
     async def until_limits(self, on_wait: Callable[[str], None]) -> None: ...
 

@@ -11,7 +11,7 @@ import pytest
 
 from services.common.errors import StepwellError, Unavailable
 from services.gateway.adapters.tokenizer.hf_tokenizer import HfTokenizer, load_tokenizer
-from services.gateway.options.idempotency.core.journal import Position
+from services.gateway.options.idempotency.core.journal import News, Position
 from services.gateway.options.idempotency.core.key import KeyReused
 from services.gateway.options.idempotency.core.log_view import LogView
 from tests.gateway.options.idempotency.keyed_world import (
@@ -80,6 +80,23 @@ async def begun(gateway: KeyedGateway, num_tokens: int = 2, **ask) -> Client:
     gateway.engine.step(num_tokens)
     await until(lambda: client.num_tokens == num_tokens * len(client.answers))
     return client
+
+
+async def test_an_answer_has_the_length_for_which_its_request_was_checked(tokenizer: HfTokenizer):
+    class SlowJournal(MemoryJournal):
+        async def open(self, scope: str) -> tuple[bool, News]:
+            gateway.engine.capacity = 4  # a replica with a smaller pool joined during the call
+            return await super().open(scope)
+
+    loop = asyncio.get_running_loop()
+    gateway = KeyedGateway(tokenizer, loop, SlowJournal(SharedLogs(loop.time)))
+    client = gateway.ask(prompts=([5] * 10,), max_tokens=None)
+    await until(lambda: gateway.engine.started)
+    [([request], _)] = gateway.engine.started
+    assert request.sampling.max_tokens == 990
+    await client.leave()
+    await gateway.keyed.close(Unavailable("the test is over"))
+    await gateway.stop()
 
 
 async def test_an_answer_is_followed_at_another_gateway(world: World):

@@ -114,7 +114,8 @@ class KeyedRequests:
 
     def _again(self, generation: Generation, identity: Identity) -> Generation:
         """Makes a new Generation of the request, with another identity (id, seed, arrival time). It
-        has no deadline, because the answer may have clients with other deadlines.
+        has no deadline, because the answer may have clients with other deadlines. The lengths of
+        its answers are those for which the request was checked, even if the limits have changed.
         """
         request = replace(generation.request, request_id=identity.request_id)
         sequences = to_engine_requests(
@@ -124,6 +125,11 @@ class KeyedRequests:
             arrival_unix_nanos=identity.arrival_unix_nanos,
             trace=generation.sequences[0].trace,
         )
+        lengths = [checked.sampling.max_tokens for checked in generation.sequences]
+        sequences = [
+            replace(one, sampling=replace(one.sampling, max_tokens=length))
+            for one, length in zip(sequences, lengths, strict=True)
+        ]
         return Generation(request, identity, sequences, self._inference.tokenizer)
 
     async def _claim(self, wanted: Wanted) -> tuple[KeyedRequest, bool]:
