@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import grpc
 from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
+from services.common.errors import InternalError
 from services.common.process.watchdog.proc import watch_addresses
 from services.common.process.watchdog.silence import Silence
 from services.common.replica.messages import queue_state_from_proto, replica_load_from_proto
@@ -192,7 +193,7 @@ class SchedulerLink:
         self._numbering, self._deltas = Numbering(), None
         hello = scheduler_pb2.OpenSession(gateway_id=self._gateway_id, release=own_release())
         self._post(scheduler_pb2.SessionRequest(open=hello))
-        writer = asyncio.create_task(self._write(call))
+        writer = asyncio.create_task(self._write(call, replica))
         reason, is_late = ENDED_HERE, False
         try:
             await self._read(call, replica)
@@ -350,14 +351,20 @@ class SchedulerLink:
                 *(self.address, len(late), self._session_timeout),
             )
 
-    async def _write(self, call: SessionCall) -> None:
+    async def _write(self, call: SessionCall, replica: Replica) -> None:
         loop = asyncio.get_running_loop()
+
+        def failed(handle: int) -> None:
+            if self._deltas is not None:
+                self._deltas.unsent(handle)
+            replica.finished(handle, InternalError("the request cannot be sent to a replica"))
+
         try:
             while True:
                 await self._has_mail.wait()
                 self._has_mail.clear()
                 outbox, self._outbox = self._outbox, []
-                for message in messages_of(outbox):
+                for message in messages_of(outbox, failed):
                     self._numbering.number(message, loop.time())
                     await call.write(message)
         except (grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError):

@@ -16,11 +16,13 @@ import pytest
 from stepwell.common.v1 import common_pb2
 from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
+from services.common.errors import InternalError
 from services.common.replica.queue_state import QueueState
 from services.common.request.sampling import SamplingParams
 from services.gateway.adapters.schedulers.scheduler_link import SchedulerLink, longest_backoff
 from services.gateway.core.fleet.replica import Replica
 from services.gateway.core.fleet.replica_description import ReplicaDescription, ReplicaState
+from services.gateway.core.request.delivery import received
 from services.gateway.core.request.inflight import Mailbox
 from services.gateway.core.request.request import EngineRequest
 from tests.gateway.fake_fleet import ManualClock
@@ -206,6 +208,17 @@ async def test_sequences_of_one_moment_go_in_one_message(model: Path) -> None:
         assert len(answer.json()["choices"]) == 8
     assert scheduler.added_together == [8]
     assert [add.handle for add in scheduler.adds] == list(range(1, 9))
+
+
+async def test_a_sequence_that_cannot_be_encoded_fails_alone(model: Path) -> None:
+    async with serving_gateway(model) as served:
+        sampling = SamplingParams(seed=1, max_tokens=-1)
+        mailbox = served.gateway.fleet.start([EngineRequest("r", [5], sampling, 0, "", 1)])
+        async with asyncio.timeout(SECONDS):
+            [(_, delta)] = await received(mailbox)
+        assert isinstance(delta.error, InternalError)
+        body = {"prompt": [10, 11], "max_tokens": 1}
+        assert (await served.http.post("/v1/completions", json=body)).status_code == 200
 
 
 async def test_long_sequences_go_in_several_messages(model: Path) -> None:

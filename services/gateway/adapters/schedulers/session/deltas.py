@@ -61,6 +61,11 @@ class SessionDeltas:
         self._crossed.pop(handle, None)
         self._steady = None
 
+    def unsent(self, handle: int) -> None:
+        """Forgets a sequence that could not be sent."""
+        self._sent.pop(handle, None)
+        self._aborted.pop(handle, None)
+
     def aborted(self, handle: int, now: float, *, was_stopped: bool = False) -> None:
         """Records that a sequence or a client's session was aborted. Only its end is still
         delivered. `was_stopped` is true if a stop string ended the sequence.
