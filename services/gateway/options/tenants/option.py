@@ -153,7 +153,8 @@ class Tenants(Option):
         if allowance is None:
             yield
             return
-        refused, token = False, ALLOWANCE.set(allowance)
+        refused = False
+        ALLOWANCE.set(allowance)
         try:
             yield
             if context is not None:
@@ -163,7 +164,8 @@ class Tenants(Option):
             refused = was_refused(error)
             raise
         finally:
-            ALLOWANCE.reset(token)
+            # `reset` would raise in the task that ends the turn of a client that stopped reading.
+            ALLOWANCE.set(None)
             allowance.close(record.generation, was_refused=refused)
 
     async def before_queue(

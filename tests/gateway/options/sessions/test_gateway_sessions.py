@@ -10,10 +10,12 @@ from stepwell.common.v1 import common_pb2
 from stepwell.gateway.v1 import gateway_pb2
 
 from services.common.errors import StepwellError
+from services.common.keys.api_keys import TenantRecord
 from services.common.pool.block_hash import unpack_token_ids
 from services.common.rpc.status import from_rpc_error
 from services.gateway.options.sessions import Sessions
 from tests.gateway.fake_scheduler import FakeScheduler
+from tests.gateway.keyring import FileKeyring, post
 from tests.gateway.serving import Serving, serving, until
 
 SHORT_SECONDS = 0.4
@@ -172,6 +174,23 @@ async def test_a_session_over_grpc_is_a_stream_of_turns(served: Serving) -> None
     ]
     assert texts == over_http
     await until(lambda: num_sessions(served) == 1)
+
+
+async def test_a_turn_whose_client_stops_reading_gives_its_tenants_slot_back(
+    model: Path, tmp_path: Path
+) -> None:
+    length = 400_000
+    scheduler = FakeScheduler(max_model_len=length, max_request_tokens=length, tokens_per_step=500)
+    ring = FileKeyring(tmp_path / "keys.json")
+    key = await ring.add(TenantRecord("acme", max_concurrent_requests=1))
+    settings = {"api_key_file": ring.path, "reader_timeout_seconds": 0.5}
+    async with serving(model, scheduler, **settings) as served:
+        call = served.stub.GenerateSession(metadata=(("authorization", f"Bearer {key}"),))
+        await call.write(turn_message("hello", sampling={"max_tokens": 300_000, "logprobs": 10}))
+        await call.read()
+        await until(lambda: not served.gateway.gate.inside)
+        assert (await post(served, key)).status_code == 200
+        call.cancel()
 
 
 async def test_an_error_of_a_turn_ends_the_call(served: Serving) -> None:
