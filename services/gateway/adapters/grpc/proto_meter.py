@@ -76,8 +76,6 @@ def _varint(raw: bytes, place: int, end: int) -> tuple[int, int]:
 
 
 _SLOTS = 16
-_SECONDS_UNDER_PRESSURE = 1.0
-"""Time limit in seconds of a read while other reads wait for a slot."""
 
 
 class MessageReaders:
@@ -86,8 +84,13 @@ class MessageReaders:
     arrival.
     """
 
-    def __init__(self, timeout_seconds: float) -> None:
+    def __init__(self, timeout_seconds: float, pressed_seconds: float = 1.0) -> None:
+        """A read that has a slot may take `timeout_seconds`. While other reads wait for a slot, it
+        may take only `pressed_seconds`.
+        """
         self._timeout_seconds = timeout_seconds
+        self._pressed_seconds = pressed_seconds
+        self._num_waiting = 0
         self._slots = asyncio.Semaphore(_SLOTS)
         self._reads: deque[tuple[float, asyncio.Timeout]] = deque()
         """Start time and timeout of each read that has a slot, the oldest first."""
@@ -96,16 +99,15 @@ class MessageReaders:
         """Reads the first message of a call. Raises Aborted if the message does not arrive in time,
         and InvalidArgument if the client sends none.
         """
+        self._num_waiting += 1
         if self._slots.locked():
             self._shorten_timeouts()
         try:
-            async with self._slots, asyncio.timeout(self._timeout_seconds) as timeout:
-                read = (asyncio.get_running_loop().time(), timeout)
-                self._reads.append(read)
-                try:
-                    return await anext(aiter(messages))
-                finally:
-                    self._reads.remove(read)
+            await self._slots.acquire()
+        finally:
+            self._num_waiting -= 1
+        try:
+            return await self._read(messages)
         except StopAsyncIteration:
             raise InvalidArgument("the call has no message") from None
         except TimeoutError:
@@ -113,9 +115,22 @@ class MessageReaders:
                 "the request's message did not arrive within the time limit",
                 reason="MESSAGE_TOO_SLOW",
             ) from None
+        finally:
+            self._slots.release()
+
+    async def _read(self, messages: AsyncIterator[bytes]) -> bytes:
+        async with asyncio.timeout(self._timeout_seconds) as timeout:
+            read = (asyncio.get_running_loop().time(), timeout)
+            self._reads.append(read)
+            if self._num_waiting:
+                self._shorten_timeouts()
+            try:
+                return await anext(aiter(messages))
+            finally:
+                self._reads.remove(read)
 
     def _shorten_timeouts(self) -> None:
-        now = asyncio.get_running_loop().time()
         for began, timeout in self._reads:
-            if not timeout.expired():
-                timeout.reschedule(max(now, began + _SECONDS_UNDER_PRESSURE))
+            when, latest = timeout.when(), began + self._pressed_seconds
+            if not timeout.expired() and (when is None or when > latest):
+                timeout.reschedule(latest)

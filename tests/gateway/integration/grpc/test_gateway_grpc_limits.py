@@ -44,21 +44,36 @@ async def test_a_message_that_does_not_come_is_not_waited_for(model: Path):
         assert {await status_of(call) for call in calls} == {grpc.StatusCode.ABORTED}
 
 
+async def silent() -> AsyncIterator[bytes]:
+    await asyncio.Event().wait()
+    yield b""
+
+
+async def prompt() -> AsyncIterator[bytes]:
+    yield b"message"
+
+
 async def test_a_read_that_is_ending_does_not_fail_the_next_one() -> None:
-    async def silent() -> AsyncIterator[bytes]:
-        await asyncio.Event().wait()
-        yield b""
-
-    async def prompt() -> AsyncIterator[bytes]:
-        yield b"message"
-
-    readers = MessageReaders(0.0)
+    readers = MessageReaders(0.1, pressed_seconds=0.0)
     slow = [asyncio.create_task(readers.read(silent())) for _ in range(16)]
-    for _ in range(2):  # then all time limits have passed, and no read has ended yet
+    await asyncio.sleep(0)
+    slow.append(asyncio.create_task(readers.read(silent())))
+    for _ in range(2):  # then the time limits have passed, and no read has ended yet
         await asyncio.sleep(0)
     assert await readers.read(prompt()) == b"message"
     ends = await asyncio.gather(*slow, return_exceptions=True)
     assert {type(end) for end in ends} == {Aborted}
+
+
+async def test_no_silent_call_holds_up_those_behind_it_for_long() -> None:
+    readers = MessageReaders(DEADLINE_SECONDS, pressed_seconds=0.01)
+    slow = [asyncio.create_task(readers.read(silent())) for _ in range(48)]
+    await asyncio.sleep(0)
+    async with asyncio.timeout(DEADLINE_SECONDS / 2):
+        assert await readers.read(prompt()) == b"message"
+    for task in slow:
+        task.cancel()
+    await asyncio.gather(*slow, return_exceptions=True)
 
 
 async def test_a_long_message_is_refused(model: Path):
