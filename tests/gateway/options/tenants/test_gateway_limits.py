@@ -58,6 +58,17 @@ async def test_requests_beyond_a_minutes_worth_are_refused_and_told_when(
         assert served.scheduler.adds[2:] == []
 
 
+async def test_a_request_counts_if_it_ran_until_its_own_time_limit(
+    model: Path, tmp_path: Path
+) -> None:
+    scheduler = FakeScheduler(permits=1)
+    async with limited(model, tmp_path, scheduler, requests_per_minute=1) as (served, key):
+        headers = bearer(key) | {"X-Request-Timeout": "0.5"}
+        answer = await served.http.post("/v1/completions", json=BODY, headers=headers)
+        assert answer.status_code == 504
+        assert (await post(served, key)).status_code == 429
+
+
 async def test_the_limit_is_checked_before_the_body_is_read(model: Path, tmp_path: Path) -> None:
     """Before the limit, the gateway checks the key and the announced size of the body."""
     async with limited(model, tmp_path, requests_per_minute=1) as (served, key):

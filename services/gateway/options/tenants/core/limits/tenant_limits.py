@@ -182,10 +182,11 @@ class Allowance:
 
     def close(self, generation: Generation | None, *, was_refused: bool = False) -> None:
         """Ends the request. `generation` is what ran, or None if nothing ran: after `reserve`, it
-        may have been replaced by one that reads a shared answer. If `was_refused` is true, the
-        request does not count towards the requests per minute, because it was refused for another
-        reason than its tenant's limits.
+        may have been replaced by one that reads a shared answer. If `was_refused` is true, and no
+        replica had scheduled the request, it does not count towards the requests per minute,
+        because it was refused for another reason than its tenant's limits.
         """
+        was_refused = was_refused and not (generation is not None and generation.was_taken)
         if not self._num_reserved or (generation is not None and generation.is_replay):
             generation = None
         kept = None if generation is None else _kept_source(generation)
