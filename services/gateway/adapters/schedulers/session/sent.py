@@ -93,7 +93,8 @@ class Sent:
         if num_output >= self.min_tokens:
             is_last |= token_ids[-1] in self.ending
             if self.repetition is not None:
-                is_last |= self.repetition.found_at_end([*output, *token_ids], 0)
+                num_seen = self.repetition.max_pattern_size * self.repetition.min_count
+                is_last |= self.repetition.found_at_end([*output[-num_seen:], *token_ids], 0)
         if is_last:
             raise WrongMessage("the last token of a request is sent without the request's end")
 
