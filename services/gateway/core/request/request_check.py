@@ -117,6 +117,13 @@ def prompt_too_long(size: str, limits: ModelLimits) -> OutOfRange:
     return OutOfRange(sentence, field="prompt", reason=CONTEXT_LENGTH_EXCEEDED)
 
 
+def answer_too_long(max_tokens: int, limits: ModelLimits) -> OutOfRange:
+    """Returns the error for a `max_tokens` that leaves no room for a prompt."""
+    sentence = f"{_context_length(limits)} max_tokens is {max_tokens}"
+    message = f"{sentence}, which leaves no room for a prompt"
+    return OutOfRange(message, field="max_tokens", reason=CONTEXT_LENGTH_EXCEEDED)
+
+
 def _context_length(limits: ModelLimits) -> str:
     """Returns the first words of the message of an error about a length. They are the words of
     OpenAI and vLLM, by which some clients, such as LiteLLM, recognize the error.

@@ -6,7 +6,11 @@ from services.common.errors import InvalidArgument, OutOfRange, StepwellError
 from services.common.request.sampling_limits import MAX_BAD_WORDS, MAX_BAD_WORDS_CHARACTERS
 from services.gateway.core.ports import TextTooLong, Tokenizer
 from services.gateway.core.request.model_limits import ModelLimits
-from services.gateway.core.request.request_check import of_prompt, prompt_too_long
+from services.gateway.core.request.request_check import (
+    answer_too_long,
+    of_prompt,
+    prompt_too_long,
+)
 from services.gateway.core.request.truncation import Truncation, truncation
 
 
@@ -81,6 +85,8 @@ class Tokenization:
         most = limits.max_prompt_tokens
         if limits.pooler is None and max_tokens is not None:
             most = limits.capacity - max_tokens
+            if most < 1:
+                raise answer_too_long(max_tokens, limits)
         keeps_end = limits.pooler is None if side is None else side == "left"
         return truncation(num_tokens, most, keeps_end=keeps_end)
 

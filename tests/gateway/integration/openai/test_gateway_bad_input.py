@@ -36,6 +36,11 @@ COMPLETIONS: list[tuple[str, dict[str, Any], str]] = [
     ("prompt beyond the pool", {"prompt": [5] * 490}, "prompt"),
     ("no room for an answer", {"prompt": [5] * 480}, "prompt"),
     ("together too long", {"prompt": [5] * 400, "max_tokens": 100}, "max_tokens"),
+    (
+        "no room for a truncated prompt",
+        {"prompt": "a", "max_tokens": 600, "truncate_prompt_tokens": -1},
+        "max_tokens",
+    ),
     ("token id unknown", {"prompt": [5, 320]}, "prompt"),
     ("token id negative", {"prompt": [5, -1]}, "prompt[1]"),
     ("token id huge", {"prompt": [10**40]}, "prompt[0]"),
