@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import Protocol
 
@@ -53,6 +54,8 @@ class Observation:
         self._first_token_seconds: float | None = None
         self._last_token: dict[int, float] = {}
         self._generation: Generation | None = None
+        self._num_resumed_tokens = 0
+        """Number of tokens to skip, which were counted for an earlier request."""
         self._is_refused = False
         self._end = "abort"
         """The finish reason that is counted for sequences without a finish reason of their own."""
@@ -65,6 +68,7 @@ class Observation:
         forwards them to `sink`.
         """
         self._generation = self._record.generation = generation
+        self._num_resumed_tokens = generation.num_resumed_tokens
         self._record.is_stream = stream
         self._record.enter(Part.GENERATE)
         try:
@@ -83,6 +87,10 @@ class Observation:
 
     def _saw(self, piece: Piece) -> None:
         num_tokens = len(piece.token_ids)
+        if self._num_resumed_tokens:
+            num_skipped = min(self._num_resumed_tokens, num_tokens)
+            self._num_resumed_tokens -= num_skipped
+            num_tokens -= num_skipped
         if num_tokens:
             now, last = time.perf_counter(), self._last_token.get(piece.index)
             self._last_token[piece.index] = now
@@ -113,6 +121,9 @@ class Observation:
         if not generation.was_taken:
             return
         usage = generation.usage()
+        if num_resumed := generation.num_resumed_tokens:
+            num_generated = max(0, usage.num_generated_tokens - num_resumed)
+            usage = replace(usage, num_generated_tokens=num_generated)
         self._metrics.prompt_tokens.inc(usage.num_prompt_tokens)
         self._metrics.cached_tokens.inc(usage.num_cached_tokens)
         self._metrics.request_seconds.observe(seconds, self._exemplar())

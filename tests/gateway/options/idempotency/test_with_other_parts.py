@@ -92,3 +92,5 @@ async def test_a_request_that_continues_a_stopped_answer_is_charged_for_what_it_
         other = await post(served, key, max_tokens=1)
         left = 60 - (3 + 2) - (3 + 18) - (3 + 1)
         assert left <= int(other.headers["x-ratelimit-remaining-tokens"]) <= left + 10
+        labels = 'kind="generated",model_name="tiny",tenant="acme"'
+        assert f"stepwell_tenant_tokens_total{{{labels}}} 21.0" in await served.metrics()
