@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 from importlib import import_module
 
@@ -67,8 +68,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(name: str, platform: CudaPlatform, copy: float) -> bool:
-    """Imports and runs a part. Only here are parts imported, because each needs other packages."""
-    return attempt(lambda: import_module(f"benchmarks.gpu.{name}").run(platform, copy), f"\n{name}")
+    """Imports and runs a part, and prints its duration. Only here are parts imported, because each
+    needs other packages.
+    """
+    begun = time.monotonic()
+    good = attempt(lambda: import_module(f"benchmarks.gpu.{name}").run(platform, copy), f"\n{name}")
+    print(f"\n{name} took {time.monotonic() - begun:.0f} s", flush=True)
+    return good
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.__main__ import PARTS, main
+from benchmarks.gpu.outcome import attempt
 
 ROOT = Path(__file__).parents[3]
 ABSENT = (
@@ -32,6 +33,14 @@ def test_an_unknown_part_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["speed"])
     assert "there is no part speed" in capsys.readouterr().err
+
+
+def test_a_failed_case_is_printed_with_the_place_of_its_error(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert not attempt(lambda: 1 / 0 > 0, "| case")
+    line = capsys.readouterr().out
+    assert line.startswith("| case | FAILED: ZeroDivisionError: division by zero (test_gpu_program")
 
 
 def test_no_part_imports_a_package_of_the_services() -> None:
