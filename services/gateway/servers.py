@@ -19,12 +19,12 @@ from services.gateway.adapters.grpc.inference_servicer import (
 )
 from services.gateway.adapters.grpc.message_stream import AnswerStreams
 from services.gateway.adapters.grpc.request_interceptor import RequestInterceptor
+from services.gateway.adapters.http.clients.client_routes import HEADERS, client_routes
+from services.gateway.adapters.http.clients.generation_routes import OPERATIONS as GENERATING
+from services.gateway.adapters.http.clients.generation_routes import GenerationRoutes
+from services.gateway.adapters.http.clients.tokenizer_routes import TokenizerRoutes
 from services.gateway.adapters.http.exchange.app import guarded, make_app
 from services.gateway.adapters.http.exchange.parse import BodyReader
-from services.gateway.adapters.http.openai.client_routes import HEADERS, client_routes
-from services.gateway.adapters.http.openai.generation_routes import OPERATIONS as GENERATING
-from services.gateway.adapters.http.openai.generation_routes import GenerationRoutes
-from services.gateway.adapters.http.openai.tokenizer_routes import TokenizerRoutes
 from services.gateway.adapters.http.operators.admin_routes import AdminRoutes, refuse_web_pages
 from services.gateway.adapters.http.operators.lora_routes import LoraRoutes
 from services.gateway.adapters.http.transport.body_budget import BodyBudget

@@ -7,9 +7,9 @@ from typing import Any
 
 from services.gateway.adapters.grpc.call_records import CallRecords
 from services.gateway.adapters.grpc.message_stream import AnswerStreams, Context
+from services.gateway.adapters.http.clients.generation_routes import GenerationRoutes
 from services.gateway.adapters.http.exchange.parse import BodyReader
 from services.gateway.adapters.http.exchange.route import RequestHeader
-from services.gateway.adapters.http.openai.generation_routes import GenerationRoutes
 from services.gateway.adapters.telemetry.observation import Observer
 from services.gateway.core.gate import Gate
 from services.gateway.core.request.inference import Inference

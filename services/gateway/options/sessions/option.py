@@ -14,8 +14,8 @@ from services.common.errors import StepwellError
 from services.common.process.settings import at_least, setting
 from services.common.telemetry.metric_specs import value_family
 from services.common.telemetry.metric_specs.spec import Source, Specs
+from services.gateway.adapters.http.clients.generation_routes import COMPLETIONS
 from services.gateway.adapters.http.exchange.route import Route
-from services.gateway.adapters.http.openai.generation_routes import COMPLETIONS
 from services.gateway.options.option import Option, OptionParts, Options
 from services.gateway.options.server_parts import CallParts, RouteParts, StreamCall
 from services.gateway.options.sessions.calls import GENERATE_SESSION, SessionCalls

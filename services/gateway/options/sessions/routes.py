@@ -9,11 +9,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
 from services.common.errors import InvalidArgument
+from services.gateway.adapters.http.clients.generation_routes import COMPLETIONS
 from services.gateway.adapters.http.exchange.fields import Body
 from services.gateway.adapters.http.exchange.route import READ, Route, body_route, computed_route
 from services.gateway.adapters.http.openai.bodies import CompletionBody
 from services.gateway.adapters.http.openai.completions import CompletionDialect, completion_request
-from services.gateway.adapters.http.openai.generation_routes import COMPLETIONS
 from services.gateway.adapters.http.openapi import answers
 from services.gateway.core.request.inference import Inference
 from services.gateway.core.request.request import ClientRequest

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.gateway.adapters.http.openai.client_routes import HEADERS
+from services.gateway.adapters.http.clients.client_routes import HEADERS
 from tests.gateway.serving import Serving
 
 PATHS = (

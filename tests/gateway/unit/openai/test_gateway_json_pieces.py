@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.common.request.sampling import SamplingParams
+from services.gateway.adapters.http.exchange.dialect import ConvertedRequest
 from services.gateway.adapters.http.exchange.json_pieces import (
     HoldsLongList,
     LongList,
@@ -21,7 +22,7 @@ from services.gateway.adapters.http.openai.bodies import (
 )
 from services.gateway.adapters.http.openai.chat import ChatDialect
 from services.gateway.adapters.http.openai.completions import CompletionDialect
-from services.gateway.adapters.http.openai.dialect import ConvertedRequest, Dialect
+from services.gateway.adapters.http.openai.dialect import Dialect
 from services.gateway.adapters.tokenizer.hf_tokenizer import load_tokenizer
 from services.gateway.core.request.choice import Piece
 from services.gateway.core.request.generation import Answer, Usage

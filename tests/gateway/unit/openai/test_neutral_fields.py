@@ -15,13 +15,13 @@ from services.gateway.adapters.http.openai.bodies import (
     CompletionBody,
     DetokenizeBody,
     EmbeddingBody,
-    LoadLoraBody,
     ScoreBody,
     TokenizeBody,
 )
 from services.gateway.adapters.http.openai.chat import effort_variables, tool_use
 from services.gateway.adapters.http.openai.responses.bodies import ResponsesBody
 from services.gateway.adapters.http.openai.sampling import check_stream_options, check_texts
+from services.gateway.adapters.http.operators.lora_routes import LoadLoraBody
 from services.gateway.core.caller import ANYONE
 from services.gateway.core.lora_modules import LoraModules
 from services.gateway.core.request.inference import Inference

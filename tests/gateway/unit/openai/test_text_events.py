@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from services.common.request.finish import FinishReason
 from services.common.request.sampling import SamplingParams
+from services.gateway.adapters.http.exchange.dialect import ConvertedRequest
 from services.gateway.adapters.http.openai.bodies import (
     ChatCompletionBody,
     ChatMessage,
@@ -19,7 +20,7 @@ from services.gateway.adapters.http.openai.bodies import (
 )
 from services.gateway.adapters.http.openai.chat import ChatDialect
 from services.gateway.adapters.http.openai.completions import CompletionDialect
-from services.gateway.adapters.http.openai.dialect import ConvertedRequest, Dialect
+from services.gateway.adapters.http.openai.dialect import Dialect
 from services.gateway.adapters.tokenizer.hf_tokenizer import HfTokenizer, load_tokenizer
 from services.gateway.core.request.choice import Piece
 from services.gateway.core.request.generation import Usage

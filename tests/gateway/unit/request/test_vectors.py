@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from services.common.request.sampling import SamplingParams
+from services.gateway.adapters.http.exchange.dialect import ConvertedRequest
 from services.gateway.adapters.http.exchange.json_pieces import json_pieces
 from services.gateway.adapters.http.openai.bodies import ScoreBody
-from services.gateway.adapters.http.openai.dialect import ConvertedRequest
 from services.gateway.adapters.http.openai.pooled import ScoreDialect
 from services.gateway.core.request.generation import Answer, Usage
 from services.gateway.core.request.request import ClientRequest, Prompt

@@ -8,13 +8,13 @@ from services.common.request.finish import FinishReason
 from services.common.telemetry import names
 from services.gateway.adapters.http.anthropic.block_writer import BlockWriter
 from services.gateway.adapters.http.anthropic.bodies import MessagesBody
-from services.gateway.adapters.http.exchange.errors import anthropic_body, described
-from services.gateway.adapters.http.openai.dialect import (
+from services.gateway.adapters.http.exchange.dialect import (
     ConvertedRequest,
     StreamingDialect,
-    clipped_wish,
     named_event,
 )
+from services.gateway.adapters.http.exchange.errors import anthropic_body, described
+from services.gateway.adapters.http.openai.dialect import clipped_wish
 from services.gateway.core.request.choice import Piece
 from services.gateway.core.request.generation import Answer, Usage
 from services.gateway.core.text.parsing.events import CallStart

@@ -8,8 +8,8 @@ from typing import Any
 
 from starlette.types import Send
 
+from services.gateway.adapters.http.exchange.dialect import StreamingDialect
 from services.gateway.adapters.http.exchange.request_state import BODY_WRITER
-from services.gateway.adapters.http.openai.dialect import StreamingDialect
 from services.gateway.adapters.http.transport.body_writer import BodyWriter
 from services.gateway.adapters.http.transport.client_probe import BETWEEN_EVENTS
 from services.gateway.adapters.telemetry.request_record import RequestRecord

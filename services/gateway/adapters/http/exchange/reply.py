@@ -14,17 +14,13 @@ from starlette.types import Receive, Scope, Send
 from services.common.errors import InternalError, StepwellError
 from services.gateway.adapters.http.exchange.asking_body import AskingBody, StreamedBody, renamed
 from services.gateway.adapters.http.exchange.deadline import ending_at, until
+from services.gateway.adapters.http.exchange.dialect import Api, ConvertedRequest, StreamingDialect
 from services.gateway.adapters.http.exchange.errors import error_response
 from services.gateway.adapters.http.exchange.event_stream import EventStream
 from services.gateway.adapters.http.exchange.json_pieces import send_json
 from services.gateway.adapters.http.exchange.program_fields import parent_header
 from services.gateway.adapters.http.exchange.request_state import CLIENT
 from services.gateway.adapters.http.exchange.while_connected import while_connected
-from services.gateway.adapters.http.openai.dialect import (
-    Api,
-    ConvertedRequest,
-    StreamingDialect,
-)
 from services.gateway.adapters.telemetry.observation import Observation, Observer
 from services.gateway.adapters.telemetry.request_record import RequestRecord
 from services.gateway.adapters.telemetry.request_times import metrics_body

@@ -102,20 +102,6 @@ class CompletionBody(SamplingBody):
     suffix: Annotated[Any, Only("", why="this server cannot insert text before a suffix")] = None
 
 
-class LoadLoraBody(Body):
-    """POST /v1/load_lora_adapter."""
-
-    lora_name: str
-    lora_path: str
-    load_inplace: bool = False
-
-
-class UnloadLoraBody(Body):
-    """POST /v1/unload_lora_adapter."""
-
-    lora_name: str
-
-
 class ChatMessage(HistoryBody):
     """One turn of a conversation."""
 

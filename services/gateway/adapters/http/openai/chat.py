@@ -7,10 +7,11 @@ from typing import Any
 
 from services.common.errors import InvalidArgument
 from services.common.telemetry import names
+from services.gateway.adapters.http.exchange.dialect import ConvertedRequest
 from services.gateway.adapters.http.exchange.json_pieces import LongList, listed
 from services.gateway.adapters.http.openai.bodies import ChatCompletionBody, Effort, TokenizeBody
 from services.gateway.adapters.http.openai.chat_messages import MessageWriter
-from services.gateway.adapters.http.openai.dialect import ConvertedRequest, Dialect, stop_reason
+from services.gateway.adapters.http.openai.dialect import Dialect, stop_reason
 from services.gateway.adapters.http.openai.logprobs import chat_logprobs
 from services.gateway.adapters.http.openai.output_plan import AUTO, NONE, ToolUse, planned
 from services.gateway.adapters.http.openai.rendering import render_turns

@@ -6,9 +6,10 @@ from typing import Any, cast
 
 from services.common.errors import InvalidArgument
 from services.common.telemetry import names
+from services.gateway.adapters.http.exchange.dialect import ConvertedRequest
 from services.gateway.adapters.http.exchange.json_pieces import listed
 from services.gateway.adapters.http.openai.bodies import CompletionBody
-from services.gateway.adapters.http.openai.dialect import ConvertedRequest, Dialect, stop_reason
+from services.gateway.adapters.http.openai.dialect import Dialect, stop_reason
 from services.gateway.adapters.http.openai.embeds import read_prompt_embeds
 from services.gateway.adapters.http.openai.logprobs import completion_logprobs, echoed_logprobs
 from services.gateway.adapters.http.openai.sampling import (

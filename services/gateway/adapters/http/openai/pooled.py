@@ -10,6 +10,7 @@ from services.common.request.pooling import PoolingParams, PoolingTask
 from services.common.request.sampling import SamplingParams
 from services.common.telemetry import names
 from services.gateway.adapters.http.exchange.asking_body import renamed
+from services.gateway.adapters.http.exchange.dialect import ConvertedRequest
 from services.gateway.adapters.http.exchange.json_pieces import LongList
 from services.gateway.adapters.http.openai.bodies import (
     EmbeddingBody,
@@ -17,7 +18,7 @@ from services.gateway.adapters.http.openai.bodies import (
     PooledBody,
     ScoreBody,
 )
-from services.gateway.adapters.http.openai.dialect import ConvertedRequest, usage_body
+from services.gateway.adapters.http.openai.dialect import usage_body
 from services.gateway.adapters.http.openai.sampling import check_texts
 from services.gateway.core.request.generation import Answer, Usage
 from services.gateway.core.request.inference import Inference

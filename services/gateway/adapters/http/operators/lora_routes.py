@@ -8,12 +8,26 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from services.common.errors import StepwellError, Unavailable
+from services.gateway.adapters.http.exchange.fields import Body
 from services.gateway.adapters.http.exchange.parse import BodyReader
 from services.gateway.adapters.http.exchange.route import Route
-from services.gateway.adapters.http.openai.bodies import LoadLoraBody, UnloadLoraBody
 from services.gateway.adapters.lora_files import read_adapter, within
 from services.gateway.core.fleet.administration import Administration
 from services.gateway.core.lora_modules import LoraModules
+
+
+class LoadLoraBody(Body):
+    """POST /v1/load_lora_adapter."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+
+
+class UnloadLoraBody(Body):
+    """POST /v1/unload_lora_adapter."""
+
+    lora_name: str
 
 
 class LoraRoutes:

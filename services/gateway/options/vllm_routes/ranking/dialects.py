@@ -6,9 +6,10 @@ from typing import Any
 from services.common.errors import InvalidArgument
 from services.common.request.pooling import PoolingParams, PoolingTask
 from services.common.telemetry import names
+from services.gateway.adapters.http.exchange.dialect import ConvertedRequest
 from services.gateway.adapters.http.exchange.json_pieces import LongList
 from services.gateway.adapters.http.openai import pooled
-from services.gateway.adapters.http.openai.dialect import ConvertedRequest, usage_body
+from services.gateway.adapters.http.openai.dialect import usage_body
 from services.gateway.core.request.generation import Answer, Usage
 from services.gateway.core.request.inference import Inference
 from services.gateway.core.request.request import ClientRequest

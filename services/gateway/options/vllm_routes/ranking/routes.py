@@ -9,8 +9,8 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
+from services.gateway.adapters.http.clients.generation_routes import GenerationRoutes
 from services.gateway.adapters.http.exchange.route import RequestHeader, Route, computed_route
-from services.gateway.adapters.http.openai.generation_routes import GenerationRoutes
 from services.gateway.options.vllm_routes.ranking import answers
 from services.gateway.options.vllm_routes.ranking.bodies import (
     ClassifyBody,

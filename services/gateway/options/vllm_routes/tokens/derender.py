@@ -9,10 +9,10 @@ from typing import Any
 from services.common.errors import InvalidArgument, StepwellError
 from services.common.request.finish import Finish, FinishReason
 from services.common.request.sampling import SamplingParams
+from services.gateway.adapters.http.exchange.dialect import ConvertedRequest
 from services.gateway.adapters.http.openai.bodies import ChatCompletionBody, CompletionBody
 from services.gateway.adapters.http.openai.chat import ChatDialect, chat_request
 from services.gateway.adapters.http.openai.completions import CompletionDialect, completion_request
-from services.gateway.adapters.http.openai.dialect import ConvertedRequest
 from services.gateway.adapters.http.openai.sampling import client_request
 from services.gateway.core.request.choice import Choice
 from services.gateway.core.request.delta import Delta

@@ -6,6 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from services.common.telemetry import names
+from services.gateway.adapters.http.exchange.dialect import (
+    ConvertedRequest,
+    StreamingDialect,
+    event,
+)
 from services.gateway.adapters.http.exchange.json_pieces import (
     HoldsLongList,
     LongList,
@@ -14,13 +19,7 @@ from services.gateway.adapters.http.exchange.json_pieces import (
     to_json,
 )
 from services.gateway.adapters.http.openai.bodies import CompletionBody, StreamOptions
-from services.gateway.adapters.http.openai.dialect import (
-    ConvertedRequest,
-    StreamingDialect,
-    event,
-    stop_reason,
-    usage_body,
-)
+from services.gateway.adapters.http.openai.dialect import stop_reason, usage_body
 from services.gateway.adapters.http.openai.sampling import (
     check_stream_options,
     client_request,

@@ -12,6 +12,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from services.common.errors import StepwellError
+from services.gateway.adapters.http.clients.generation_routes import (
+    CHAT_COMPLETIONS,
+    COMPLETIONS,
+    GenerationRoutes,
+)
 from services.gateway.adapters.http.exchange.json_pieces import JsonReply
 from services.gateway.adapters.http.exchange.parse import BodyReader
 from services.gateway.adapters.http.exchange.route import (
@@ -21,11 +26,6 @@ from services.gateway.adapters.http.exchange.route import (
     computed_route,
 )
 from services.gateway.adapters.http.openai.bodies import ChatCompletionBody, CompletionBody
-from services.gateway.adapters.http.openai.generation_routes import (
-    CHAT_COMPLETIONS,
-    COMPLETIONS,
-    GenerationRoutes,
-)
 from services.gateway.adapters.http.openapi import answers as openai_answers
 from services.gateway.core.gate import Gate
 from services.gateway.core.request.inference import Inference

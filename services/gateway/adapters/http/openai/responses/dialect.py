@@ -6,13 +6,13 @@ from typing import Any
 from services.common.errors import InvalidArgument, StepwellError
 from services.common.request.finish import FinishReason
 from services.common.telemetry import names
-from services.gateway.adapters.http.exchange.fields import Body
-from services.gateway.adapters.http.openai.dialect import (
+from services.gateway.adapters.http.exchange.dialect import (
     ConvertedRequest,
     StreamingDialect,
-    clipped_wish,
     named_event,
 )
+from services.gateway.adapters.http.exchange.fields import Body
+from services.gateway.adapters.http.openai.dialect import clipped_wish
 from services.gateway.adapters.http.openai.responses.bodies import ResponsesBody
 from services.gateway.adapters.http.openai.responses.item_writer import ItemWriter
 from services.gateway.core.request.choice import Piece

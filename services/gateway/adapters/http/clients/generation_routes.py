@@ -15,6 +15,7 @@ from services.gateway.adapters.http.anthropic.dialect import MessagesDialect
 from services.gateway.adapters.http.anthropic.request import messages_request
 from services.gateway.adapters.http.exchange.asking_body import AskingBody, StreamedBody
 from services.gateway.adapters.http.exchange.deadline import deadline_of
+from services.gateway.adapters.http.exchange.dialect import Api
 from services.gateway.adapters.http.exchange.errors import MESSAGES
 from services.gateway.adapters.http.exchange.parse import BodyReader
 from services.gateway.adapters.http.exchange.program_fields import program_of
@@ -33,7 +34,6 @@ from services.gateway.adapters.http.openai.bodies import (
 )
 from services.gateway.adapters.http.openai.chat import ChatDialect, chat_request
 from services.gateway.adapters.http.openai.completions import CompletionDialect, completion_request
-from services.gateway.adapters.http.openai.dialect import Api
 from services.gateway.adapters.http.openai.pooled import (
     EmbeddingDialect,
     ScoreDialect,

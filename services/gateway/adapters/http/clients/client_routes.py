@@ -9,6 +9,8 @@ from services.gateway.adapters.http.anthropic.bodies import (
     CountTokensBody,
     MessagesBody,
 )
+from services.gateway.adapters.http.clients import generation_routes
+from services.gateway.adapters.http.clients.tokenizer_routes import COUNT_TOKENS, TokenizerRoutes
 from services.gateway.adapters.http.exchange import program_fields
 from services.gateway.adapters.http.exchange.deadline import HEADER as TIMEOUT_HEADER
 from services.gateway.adapters.http.exchange.deadline import MAX_SECONDS
@@ -20,9 +22,8 @@ from services.gateway.adapters.http.exchange.route import (
     body_route,
     computed_route,
 )
-from services.gateway.adapters.http.openai import bodies, generation_routes
+from services.gateway.adapters.http.openai import bodies
 from services.gateway.adapters.http.openai.responses.bodies import ResponsesBody
-from services.gateway.adapters.http.openai.tokenizer_routes import COUNT_TOKENS, TokenizerRoutes
 from services.gateway.adapters.http.openapi import (
     answers,
     messages_answers,
