@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from services.common.pool.ids import RequestKey
-from services.scheduler.core.engine.replica_state import Connect
 from services.scheduler.core.kv_transfer import KVRole
+from services.scheduler.core.planning.replica_state import Connect
 
 if TYPE_CHECKING:
     from services.scheduler.options.transfers.core.kv_connector import KVConnector

@@ -23,7 +23,6 @@ from services.scheduler.adapters.telemetry.statistics import StepCounts
 from services.scheduler.adapters.telemetry.step_tracer import StepTracer
 from services.scheduler.core.engine.engine_core import EngineCore, EngineState
 from services.scheduler.core.engine.queue_estimate import QueueEstimate, expected_tokens
-from services.scheduler.core.engine.step_costs import RECENT_STEPS
 from services.scheduler.core.grammar import GrammarStatus
 from services.scheduler.core.input_chunk import InputChunk
 from services.scheduler.core.kv_transfer import KVLoadFailurePolicy
@@ -31,6 +30,7 @@ from services.scheduler.core.output import EngineCoreOutputs, SchedulerOutput, W
 from services.scheduler.core.policies.program.retention import ProgramRetention
 from services.scheduler.core.ports import PoolLost, WorkersLost
 from services.scheduler.core.request import Request
+from services.scheduler.core.step_costs import RECENT_STEPS
 from services.scheduler.core.step_log.log_entry import Entry
 from services.scheduler.core.step_log.recorder import RecordingScheduler
 from tests.scenarios.connector import ConnectorScript, connected

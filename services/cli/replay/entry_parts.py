@@ -8,9 +8,9 @@ from services.common.request.encoder_input import EncoderInput
 from services.common.request.program import DeclaredProgram
 from services.common.request.repetition import RepetitionDetection
 from services.common.request.sampling import SamplingParams
-from services.scheduler.core.engine.step_costs import ObservedStep
 from services.scheduler.core.grammar import GrammarStatus
 from services.scheduler.core.output import ModelRunnerOutput
+from services.scheduler.core.step_costs import ObservedStep
 
 
 def read_sampling(entry: Field, max_tokens: int | None) -> SamplingParams:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from services.common.pool.ids import RequestKey
 from services.common.replica.pause_mode import PauseMode
 from services.common.request.finish import FinishReason
-from services.scheduler.core.engine.step_costs import ObservedStep
 from services.scheduler.core.input_chunk import InputChunk
 from services.scheduler.core.output import EngineCoreOutputs, SchedulerOutput
 from services.scheduler.core.request import Request
+from services.scheduler.core.step_costs import ObservedStep
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,13 @@ from stepwell.worker.v1 import worker_pb2
 
 from services.common.errors import FailedPrecondition
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.engine.replica_state import Connect
 from services.scheduler.core.kv_transfer import (
     NO_RESULTS,
     KVConnectorMetadata,
     KVRole,
     KVTransferResults,
 )
+from services.scheduler.core.planning.replica_state import Connect
 from services.scheduler.core.planning.transfers import LoggedAnswers
 
 

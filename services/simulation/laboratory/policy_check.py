@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from services.common.pool.ids import RequestKey
 from services.common.request.sampling import SamplingParams
+from services.scheduler.core import step_costs
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.engine import step_costs
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.planning.running_requests import RunningRequests
 from services.scheduler.core.policies import find_policy

@@ -10,8 +10,8 @@ from services.common.request.finish import Finish
 from services.gateway.core.fleet.replica import Replica
 from services.gateway.core.request.inflight import Inflight
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.engine.replica_state import Connect
 from services.scheduler.core.output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
+from services.scheduler.core.planning.replica_state import Connect
 from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.planning.steady_steps import (
     next_is_empty,

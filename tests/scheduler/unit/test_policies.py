@@ -6,11 +6,11 @@ from services.cli.replay.settings import parse_override
 from services.common.errors import InvalidArgument
 from services.common.process.settings import SettingError, parse_settings
 from services.common.request.sampling import SamplingParams
-from services.scheduler.core.engine.step_costs import StepCosts
 from services.scheduler.core.policies import POLICIES, find_policy, unused_settings
 from services.scheduler.core.policies.policy import PolicyParts
 from services.scheduler.core.policies.priority import PriorityPolicy
 from services.scheduler.core.request import Request
+from services.scheduler.core.step_costs import StepCosts
 from services.scheduler.settings import SchedulerSettings
 from tests.scheduler.shortest_prompt_first import ShortestPromptFirstPolicy
 from tests.scheduler.story import Story, prompt

@@ -13,8 +13,8 @@ from services.common.telemetry.metric_specs import replica
 from services.scheduler.adapters.gateways.sessions import Sessions
 from services.scheduler.adapters.telemetry.wait_reasons import WaitReasons
 from services.scheduler.core.engine.engine_core import EngineCore, EngineState
-from services.scheduler.core.engine.step_costs import StepCosts
 from services.scheduler.core.output import WaitReason
+from services.scheduler.core.step_costs import StepCosts
 
 _STATES = ProtoEnum(EngineState, scheduler_pb2.EngineState, "ENGINE_STATE_")
 WAIT_REASONS = ProtoEnum(WaitReason, scheduler_pb2.WaitReason, "WAIT_REASON_")

@@ -23,7 +23,7 @@ from typing import BinaryIO, cast
 from services.common.errors import InvalidArgument
 from services.scheduler.adapters.replica import ReplicaShape
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.engine.replica_state import Connect
+from services.scheduler.core.planning.replica_state import Connect
 from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.ports import KVPool
 from services.scheduler.core.step_log import log_entry

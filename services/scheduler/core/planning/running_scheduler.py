@@ -4,14 +4,14 @@ from collections.abc import Awaitable, Collection, Mapping, Sequence
 
 from services.common.pool.operations import Stop
 from services.scheduler.core.computed_tokens import with_num_computed_tokens
-from services.scheduler.core.engine.replica_state import ReplicaState
-from services.scheduler.core.kv.window_clock import WindowClock
 from services.scheduler.core.output import Preemption
 from services.scheduler.core.planning.chunks import aligned_chunk
+from services.scheduler.core.planning.replica_state import ReplicaState
 from services.scheduler.core.planning.step_builder import PlannedSteps, StepBuilder
 from services.scheduler.core.planning.step_encoder import mismatch_error
 from services.scheduler.core.planning.transfers import Transfers
 from services.scheduler.core.planning.waiting_scheduler import WaitingScheduler
+from services.scheduler.core.planning.window_clock import WindowClock
 from services.scheduler.core.request import Request, RequestStatus
 
 

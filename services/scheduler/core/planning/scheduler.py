@@ -7,8 +7,6 @@ from services.common.pool.ids import BlockId, ContextId
 from services.common.replica.pause_mode import PauseMode
 from services.common.request.finish import FinishReason
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.engine.replica_state import Connect, ReplicaState
-from services.scheduler.core.engine.step_update import StepUpdate
 from services.scheduler.core.grammar import GrammarStatus
 from services.scheduler.core.input_chunk import InputChunk
 from services.scheduler.core.output import (
@@ -18,9 +16,11 @@ from services.scheduler.core.output import (
     WaitReason,
 )
 from services.scheduler.core.planning.prefill_pacing import PrefillPacing
+from services.scheduler.core.planning.replica_state import Connect, ReplicaState
 from services.scheduler.core.planning.running_scheduler import RunningScheduler
 from services.scheduler.core.planning.step_builder import PassingOver, StepBuilder
 from services.scheduler.core.planning.step_encoder import StepEncoder
+from services.scheduler.core.planning.step_update import StepUpdate
 from services.scheduler.core.planning.waiting_scheduler import LOOKUP_BATCH, WaitingScheduler
 from services.scheduler.core.ports import KVPool
 from services.scheduler.core.request import Request, RequestStatus

@@ -4,11 +4,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from services.common.pool.operations import BlockTables, StopReason
 from services.common.replica.pause_mode import PauseMode
-from services.scheduler.core.engine.replica_state import ReplicaState
 from services.scheduler.core.grammar import GrammarStatus
 from services.scheduler.core.output import WaitReason
 from services.scheduler.core.planning import admission
 from services.scheduler.core.planning.admission import AdmissionPlan, PassedOver
+from services.scheduler.core.planning.replica_state import ReplicaState
 from services.scheduler.core.planning.step_builder import StepBuilder
 from services.scheduler.core.request import Request, RequestStatus
 

@@ -6,10 +6,10 @@ from typing import Protocol
 
 from services.common.pool.ids import RequestKey
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.engine.step_costs import StepCosts
 from services.scheduler.core.planning.running_requests import RunningRequests
 from services.scheduler.core.policies.retention import Retention
 from services.scheduler.core.request import Request
+from services.scheduler.core.step_costs import StepCosts
 
 
 class RequestQueue(Protocol):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from services.scheduler.core.engine.step_costs import ObservedStep, StepCosts
+from services.scheduler.core.step_costs import ObservedStep, StepCosts
 
 
 class NotedCosts(StepCosts):

@@ -9,13 +9,13 @@ from services.common.pool.operations import Operation, Outcome
 from services.common.replica.pause_mode import PauseMode
 from services.common.request.finish import FinishReason
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.engine.replica_state import Connect
-from services.scheduler.core.engine.step_costs import ObservedStep
 from services.scheduler.core.input_chunk import InputChunk
 from services.scheduler.core.output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
+from services.scheduler.core.planning.replica_state import Connect
 from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.ports import KVPool, PoolLost
 from services.scheduler.core.request import Request
+from services.scheduler.core.step_costs import ObservedStep
 from services.scheduler.core.step_log.log_entry import (
     TIMED_VERSION,
     VERSION,

@@ -8,8 +8,8 @@ from prometheus_client.registry import Collector
 
 from services.common.telemetry.metric_specs import replica, single, value_family, vllm
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.engine.replica_state import Connect
 from services.scheduler.core.kv_transfer import KVRole
+from services.scheduler.core.planning.replica_state import Connect
 from services.scheduler.core.planning.transfers import LoggedAnswers
 from services.scheduler.options.transfer_option import TransferOption
 from services.scheduler.options.transfers.core.kv_connector import LoggedConnector

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.scheduler.core.engine.step_costs import StepCosts
 from services.scheduler.core.policies.continuum.pin_times import (
     LEAST_PAUSES,
     FixedTimes,
@@ -16,6 +15,7 @@ from services.scheduler.core.policies.continuum.pin_times import (
     Pauses,
     best_time,
 )
+from services.scheduler.core.step_costs import StepCosts
 
 
 def test_a_fixed_pin_takes_two_seconds_unless_its_tool_takes_longer_on_average() -> None:

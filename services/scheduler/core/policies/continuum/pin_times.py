@@ -6,7 +6,7 @@ from collections import deque
 from math import log, sqrt
 from statistics import fmean
 
-from services.scheduler.core.engine.step_costs import StepCosts
+from services.scheduler.core.step_costs import StepCosts
 
 FIXED_SECONDS = 2.0
 LEAST_PAUSES = 100

@@ -7,9 +7,9 @@ from typing import Protocol
 
 from services.common.pool.kv_cache_groups import AttentionType, hit_block_size
 from services.common.pool.operations import Admission, BlockTables, StopReason
-from services.scheduler.core.engine.replica_state import ReplicaState
 from services.scheduler.core.output import WaitReason
 from services.scheduler.core.planning.admission import AdmissionPlan, PassedOver
+from services.scheduler.core.planning.replica_state import ReplicaState
 from services.scheduler.core.planning.step_builder import StepBuilder
 from services.scheduler.core.planning.transfers import Transfers
 from services.scheduler.core.request import Request, RequestStatus

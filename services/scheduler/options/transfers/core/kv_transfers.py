@@ -5,9 +5,9 @@ from collections.abc import Collection, Iterable, Sequence
 from services.common.pool.ids import NULL_BLOCK, BlockId, RequestKey
 from services.common.pool.kv_cache_groups import AttentionType
 from services.common.pool.operations import BlockCopy, BlockTables
-from services.scheduler.core.engine.replica_state import ReplicaState
 from services.scheduler.core.kv_transfer import KVLoad, KVLoadFailurePolicy, KVTransferResults
 from services.scheduler.core.output import SchedulerOutput
+from services.scheduler.core.planning.replica_state import ReplicaState
 from services.scheduler.core.planning.transfers import Answer
 from services.scheduler.core.request import Request, RequestStatus
 from services.scheduler.options.transfers.core.deferred_frees import DeferredFrees

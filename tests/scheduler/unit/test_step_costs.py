@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.scheduler.core.engine.step_costs import (
+from services.scheduler.core.step_costs import (
     MIN_COMPUTED_TOKENS,
     MIN_PROMPT_TOKENS,
     MIN_STEPS,

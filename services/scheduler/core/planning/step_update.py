@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from services.common.request.finish import CLIENT_ERRORS, FinishReason
 from services.common.request.structured_outputs import FIELD
-from services.scheduler.core.engine.replica_state import ReplicaState
 from services.scheduler.core.kv_transfer import KVLoadFailurePolicy
 from services.scheduler.core.output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
+from services.scheduler.core.planning.replica_state import ReplicaState
 from services.scheduler.core.planning.transfers import Transfers
 from services.scheduler.core.request import Request, TurnEnd
 

@@ -6,7 +6,6 @@ from services.common.pool.ids import RequestKey
 from services.common.pool.operations import BlockCopy
 from services.common.replica.pause_mode import PauseMode
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.engine.step_costs import StepCosts
 from services.scheduler.core.kv.kv_cache_manager import KVCacheManager
 from services.scheduler.core.planning.encoder_cache_manager import EncoderCacheManager
 from services.scheduler.core.planning.running_requests import RunningRequests
@@ -18,6 +17,7 @@ from services.scheduler.core.policies.policy import PolicyParts
 from services.scheduler.core.policies.retention import Retention
 from services.scheduler.core.ports import KVPool
 from services.scheduler.core.request import Request
+from services.scheduler.core.step_costs import StepCosts
 
 
 class ReplicaState:
