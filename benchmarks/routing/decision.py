@@ -18,14 +18,14 @@ from services.gateway.core.fleet.replica import Replica
 from services.gateway.core.fleet.replica_description import ReplicaDescription, ReplicaState
 from services.gateway.core.fleet.routing.cache_aware import CacheAware
 from services.gateway.core.fleet.routing.policy import RoutingParts
-from services.gateway.core.fleet.routing_decision import RoutingDecision, RoutingReason
-from services.gateway.core.fleet.sequence_trace import ResubmitCause
 from services.gateway.core.ports import Timer
 from services.gateway.core.prefix_index.node_view import DirectoryState
 from services.gateway.core.prefix_index.prefix_index import PrefixIndex
 from services.gateway.core.request.inflight import Inflight, Mailbox
 from services.gateway.core.request.model_limits import ModelLimits
 from services.gateway.core.request.request import EngineRequest
+from services.gateway.core.routing_decision import RoutingDecision, RoutingReason
+from services.gateway.core.traces.sequence_trace import ResubmitCause
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = CHAIN_BLOCKS * BLOCK_SIZE

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from services.gateway.core.fleet.replica import Replica
 from services.gateway.core.fleet.routing.policy import RoutingParts
-from services.gateway.core.fleet.routing_decision import RoutingDecision, RoutingReason
 from services.gateway.core.request.inflight import Inflight
+from services.gateway.core.routing_decision import RoutingDecision, RoutingReason
 from services.scheduler.core.planning.running_requests import RunningRequests
 from services.scheduler.core.policies.policy import PolicyParts, RequestQueue
 from services.scheduler.core.request import Request

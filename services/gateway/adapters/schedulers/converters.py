@@ -26,11 +26,11 @@ from services.common.request.structured_outputs import FIELD
 from services.common.telemetry.time_parts import EXPLANATIONS, OTHER, TimePart
 from services.common.telemetry.trace_context import numbered_traceparent
 from services.gateway.core.fleet.replica_description import ReplicaDescription, ReplicaState
-from services.gateway.core.fleet.sequence_trace import EngineTimes
 from services.gateway.core.request.inflight import Inflight
 from services.gateway.core.request.logprobs import LogprobRows
 from services.gateway.core.request.model_limits import ModelLimits
 from services.gateway.core.request.request_check import CONTEXT_LENGTH_EXCEEDED
+from services.gateway.core.traces.sequence_trace import EngineTimes
 
 _REJECTIONS: dict[int, type[errors.StepwellError]] = {
     grpc.StatusCode.INVALID_ARGUMENT.value[0]: errors.InvalidArgument,

@@ -21,12 +21,12 @@ from services.common.telemetry.tracing import Attributes, Tracing
 from services.gateway.adapters.telemetry.request_record import KeptFor, RequestRecord
 from services.gateway.adapters.telemetry.request_times import engine_times, parts_of, traces_of
 from services.gateway.adapters.telemetry.span_status import span_status, status_attributes
-from services.gateway.core.fleet.sequence_trace import (
+from services.gateway.core.request.generation import Generation
+from services.gateway.core.traces.sequence_trace import (
     EngineTimes,
     SequenceTrace,
     engine_span_number,
 )
-from services.gateway.core.request.generation import Generation
 from services.gateway.core.traces.time_parts import EngineParts
 from services.gateway.core.traces.timeline import Part, Stretch, Timeline
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from services.common.telemetry.time_parts import TimePart, time_line
 from services.gateway.adapters.telemetry.request_record import RequestRecord
-from services.gateway.core.fleet.sequence_trace import EngineTimes, SequenceTrace
 from services.gateway.core.request.generation import Generation
+from services.gateway.core.traces.sequence_trace import EngineTimes, SequenceTrace
 from services.gateway.core.traces.time_parts import EngineParts, request_parts
 
 

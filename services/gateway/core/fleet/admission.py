@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from services.gateway.core.caller import Caller
 from services.gateway.core.fleet.replica import Replica
-from services.gateway.core.fleet.routing_decision import RoutingDecision
 from services.gateway.core.request.inflight import Inflight
+from services.gateway.core.routing_decision import RoutingDecision
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,6 @@ from services.gateway.core.fleet.membership import Links, Membership, no_replica
 from services.gateway.core.fleet.placement import Placement
 from services.gateway.core.fleet.replica import Replica
 from services.gateway.core.fleet.routing.policy import RoutingPolicy
-from services.gateway.core.fleet.routing_decision import RoutingDecision, RoutingReason
-from services.gateway.core.fleet.sequence_trace import ResubmitCause
 from services.gateway.core.fleet.waiting_queue import WaitingQueue
 from services.gateway.core.ports import TIMER_SLACK_SECONDS, Clock
 from services.gateway.core.request.arrivals import Arrival, Arrivals
@@ -28,6 +26,8 @@ from services.gateway.core.request.delta import Progress
 from services.gateway.core.request.inflight import Inflight, Mailbox, ended
 from services.gateway.core.request.model_limits import ModelLimits
 from services.gateway.core.request.request import EngineRequest
+from services.gateway.core.routing_decision import RoutingDecision, RoutingReason
+from services.gateway.core.traces.sequence_trace import ResubmitCause
 
 logger = logging.getLogger(__name__)
 

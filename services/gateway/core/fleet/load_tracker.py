@@ -7,8 +7,8 @@ from statistics import fmean
 from typing import NamedTuple
 
 from services.common.replica.load import ReplicaLoad
-from services.gateway.core.fleet.routing_decision import RoutingDecision
 from services.gateway.core.request.inflight import Inflight
+from services.gateway.core.routing_decision import RoutingDecision
 
 INITIAL_MEAN_OUTPUT_TOKENS = 128.0
 """The assumed mean number of output tokens at a replica before any sequence has ended there."""

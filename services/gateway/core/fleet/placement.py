@@ -10,9 +10,9 @@ from services.gateway.core.fleet.admission import Admission
 from services.gateway.core.fleet.membership import Membership
 from services.gateway.core.fleet.replica import Replica
 from services.gateway.core.fleet.routing.policy import RoutingPolicy
-from services.gateway.core.fleet.routing_decision import RoutingDecision, RoutingReason
 from services.gateway.core.ports import Clock
 from services.gateway.core.request.inflight import Inflight
+from services.gateway.core.routing_decision import RoutingDecision, RoutingReason
 from services.gateway.core.traces.timeline import Part
 
 

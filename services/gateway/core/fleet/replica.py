@@ -15,18 +15,18 @@ from services.gateway.core.fleet.link import Link
 from services.gateway.core.fleet.load_tracker import LoadTracker
 from services.gateway.core.fleet.recent_prefixes import RecentPrefixes
 from services.gateway.core.fleet.replica_description import ReplicaDescription, ReplicaState
-from services.gateway.core.fleet.routing_decision import RoutingDecision, RoutingReason
-from services.gateway.core.fleet.sequence_trace import ResubmitCause
 from services.gateway.core.ports import Clock
 from services.gateway.core.request.inflight import Inflight
 from services.gateway.core.request.model_limits import ModelLimits
-from services.gateway.core.request.request import HeldSequence, Turn
-from services.gateway.core.text.no_token import (
+from services.gateway.core.request.no_token import (
     NAN_IN_LOGITS,
     NO_CONFORMING_TOKEN,
     nothing_conforms,
     why_no_token,
 )
+from services.gateway.core.request.request import HeldSequence, Turn
+from services.gateway.core.routing_decision import RoutingDecision, RoutingReason
+from services.gateway.core.traces.sequence_trace import ResubmitCause
 
 logger = logging.getLogger(__name__)
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from services.gateway.core.caller import Caller
-from services.gateway.core.fleet.routing_decision import RoutingDecision
-from services.gateway.core.fleet.sequence_trace import SequenceTrace
 from services.gateway.core.request.arrivals import Arrival
 from services.gateway.core.request.delta import Delta
 from services.gateway.core.request.model_limits import ModelLimits
 from services.gateway.core.request.request import EngineRequest
 from services.gateway.core.request.wait import Wait
+from services.gateway.core.routing_decision import RoutingDecision
+from services.gateway.core.traces.sequence_trace import SequenceTrace
 
 
 class DeltaSource(Protocol):

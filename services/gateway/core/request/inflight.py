@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from services.common.errors import StepwellError
 from services.common.request.finish import Finish, append_until_end, ending_token_ids
 from services.common.request.sampling import MAX_INT32
-from services.gateway.core.fleet.routing_decision import RoutingDecision
-from services.gateway.core.fleet.sequence_trace import ResubmitCause, SequenceTrace
 from services.gateway.core.request.delta import Delta, Progress
 from services.gateway.core.request.logprobs import LogprobRows, joined
 from services.gateway.core.request.request import EngineRequest
 from services.gateway.core.request.wait import Wait
+from services.gateway.core.routing_decision import RoutingDecision
+from services.gateway.core.traces.sequence_trace import ResubmitCause, SequenceTrace
 
 MAX_LOSSES_COMPUTED = 5
 """A sequence fails if more replicas than this number are lost in succession while they compute it.

@@ -21,7 +21,7 @@ from services.common.telemetry.time_parts import (
     added_up,
     part_of_reason,
 )
-from services.gateway.core.fleet.sequence_trace import SequenceTrace
+from services.gateway.core.traces.sequence_trace import SequenceTrace
 from services.gateway.core.traces.timeline import Part, Stretch, Timeline
 
 EngineParts = Mapping[str, Sequence[TimePart]]

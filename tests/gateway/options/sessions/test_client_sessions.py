@@ -17,9 +17,9 @@ from services.common.request.prompt_embeds import EmbedsDtype, PromptEmbeds
 from services.common.request.sampling import SamplingParams
 from services.gateway.core.caller import ANYONE, Caller
 from services.gateway.core.fleet.replica_description import ReplicaState
-from services.gateway.core.fleet.routing_decision import RoutingReason
 from services.gateway.core.request.inflight import Mailbox
 from services.gateway.core.request.request import ClientRequest, EngineRequest, Prompt
+from services.gateway.core.routing_decision import RoutingReason
 from services.gateway.options.sessions.core.client_session import ClientSession
 from services.gateway.options.sessions.core.client_sessions import (
     ClientSessions,

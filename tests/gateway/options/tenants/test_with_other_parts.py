@@ -8,10 +8,10 @@ from services.common.keys.api_keys import TenantRecord
 from services.common.request.adapter import Adapter
 from services.common.request.finish import Finish, FinishReason
 from services.common.request.sampling import SamplingParams
-from services.gateway.core.fleet.routing_decision import RoutingReason
 from services.gateway.core.lora_modules import LoraModules
 from services.gateway.core.request.inference import Inference
 from services.gateway.core.request.request import EngineRequest
+from services.gateway.core.routing_decision import RoutingReason
 from services.gateway.options.sessions.core.client_sessions import ClientSessions, SessionLimits
 from services.gateway.options.sessions.core.turn import SessionTurn
 from services.gateway.options.tenants.core.tenant import Tenant

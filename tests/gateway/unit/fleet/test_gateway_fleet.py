@@ -8,13 +8,13 @@ from services.common.errors import Aborted, Unavailable
 from services.common.request.finish import Finish, FinishReason
 from services.gateway.core.fleet.admission import Admission
 from services.gateway.core.fleet.replica_description import ReplicaState
-from services.gateway.core.fleet.routing_decision import RoutingDecision
 from services.gateway.core.request.inflight import (
     MAX_LOSSES_COMPUTED,
     MAX_LOSSES_WAITED,
     Inflight,
 )
-from services.gateway.core.text.no_token import NAN_IN_LOGITS
+from services.gateway.core.request.no_token import NAN_IN_LOGITS
+from services.gateway.core.routing_decision import RoutingDecision
 from tests.gateway.fake_fleet import (
     LIMITS,
     MIGRATE_AFTER_SECONDS,

@@ -3,8 +3,8 @@
 from services.gateway.core.fleet.membership import LEAVE_AFTER_SECONDS
 from services.gateway.core.fleet.replica_description import ReplicaDescription, ReplicaState
 from services.gateway.core.fleet.routing.cache_aware import SPREAD_MIN_SHARING
-from services.gateway.core.fleet.routing_decision import RoutingReason
 from services.gateway.core.request.inflight import Mailbox
+from services.gateway.core.routing_decision import RoutingReason
 from tests.gateway.fake_fleet import (
     BLOCK_SIZE,
     LIMITS,

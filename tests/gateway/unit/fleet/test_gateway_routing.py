@@ -22,8 +22,8 @@ from services.gateway.core.fleet.routing.cache_aware import (
 from services.gateway.core.fleet.routing.chain_keys import ChainKeys
 from services.gateway.core.fleet.routing.offers import FEW_TOKENS
 from services.gateway.core.fleet.routing.policy import RoutingParts
-from services.gateway.core.fleet.routing_decision import RoutingDecision, RoutingReason
 from services.gateway.core.request.inflight import Mailbox
+from services.gateway.core.routing_decision import RoutingDecision, RoutingReason
 from tests.gateway.fake_fleet import BLOCK_SIZE, MAX_LOAD_DELTA, FakeFleet, ManualClock
 
 PROMPT = tuple(range(1, 41))

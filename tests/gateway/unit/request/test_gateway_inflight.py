@@ -5,11 +5,11 @@ from itertools import count
 from services.common.request.finish import Finish, FinishReason
 from services.common.request.repetition import RepetitionDetection
 from services.common.request.sampling import SamplingParams
-from services.gateway.core.fleet.routing_decision import RoutingDecision, RoutingReason
 from services.gateway.core.request.delivery import received
 from services.gateway.core.request.inflight import Mailbox, ended
 from services.gateway.core.request.logprobs import LogprobRows
 from services.gateway.core.request.request import EngineRequest
+from services.gateway.core.routing_decision import RoutingDecision, RoutingReason
 
 ROUTE = RoutingDecision("a", RoutingReason.ONLY, 1)
 

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from services.common.request.sampling import SamplingParams
+from services.gateway.core.request.no_token import nothing_conforms, why_no_token
 from services.gateway.core.request.request import EngineRequest
-from services.gateway.core.text.no_token import nothing_conforms, why_no_token
 
 VOCAB_SIZE = 4
 

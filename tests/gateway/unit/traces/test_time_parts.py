@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 
 from services.common.errors import ResourceExhausted
 from services.common.telemetry.time_parts import TimePart
-from services.gateway.core.fleet.routing_decision import RoutingDecision, RoutingReason
-from services.gateway.core.fleet.sequence_trace import EngineTimes, ResubmitCause, SequenceTrace
+from services.gateway.core.routing_decision import RoutingDecision, RoutingReason
+from services.gateway.core.traces.sequence_trace import EngineTimes, ResubmitCause, SequenceTrace
 from services.gateway.core.traces.time_parts import request_parts
 from services.gateway.core.traces.timeline import Part, Timeline
 

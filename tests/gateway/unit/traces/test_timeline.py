@@ -5,8 +5,8 @@ from itertools import count
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.core.fleet.routing_decision import RoutingDecision, RoutingReason
-from services.gateway.core.fleet.sequence_trace import (
+from services.gateway.core.routing_decision import RoutingDecision, RoutingReason
+from services.gateway.core.traces.sequence_trace import (
     ResubmitCause,
     SequenceTrace,
     engine_span_number,

@@ -9,8 +9,8 @@ from services.gateway.core.fleet.replica import Replica
 from services.gateway.core.fleet.routing.load_order import LoadOrder
 from services.gateway.core.fleet.routing.offers import Offer, Offers
 from services.gateway.core.fleet.routing.policy import RoutingParts
-from services.gateway.core.fleet.routing_decision import RoutingDecision, RoutingReason
 from services.gateway.core.request.inflight import Inflight
+from services.gateway.core.routing_decision import RoutingDecision, RoutingReason
 
 _MAX_SESSIONS = 65_536
 NEARLY_EQUAL = 1.05

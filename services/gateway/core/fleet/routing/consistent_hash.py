@@ -8,8 +8,8 @@ from math import ceil
 from services.common.pool.block_hash import pack_token_ids
 from services.gateway.core.fleet.replica import Replica
 from services.gateway.core.fleet.routing.policy import RoutingParts
-from services.gateway.core.fleet.routing_decision import RoutingDecision, RoutingReason
 from services.gateway.core.request.inflight import Inflight
+from services.gateway.core.routing_decision import RoutingDecision, RoutingReason
 
 POINTS_PER_REPLICA = 64
 NUM_PREFIX_TOKENS = 256

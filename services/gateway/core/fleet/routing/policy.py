@@ -8,9 +8,9 @@ from typing import Protocol
 from services.gateway.core.fleet.replica import Replica
 from services.gateway.core.fleet.replica_description import ReplicaDescription
 from services.gateway.core.fleet.routing.chain_keys import ChainKeys
-from services.gateway.core.fleet.routing_decision import RoutingDecision
 from services.gateway.core.ports import Clock, PrefixDirectory
 from services.gateway.core.request.inflight import Inflight
+from services.gateway.core.routing_decision import RoutingDecision
 
 
 class RoutingPolicy(Protocol):

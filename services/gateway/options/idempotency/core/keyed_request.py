@@ -5,8 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from services.common.errors import StepwellError
-from services.gateway.core.fleet.routing_decision import RoutingDecision
-from services.gateway.core.fleet.sequence_trace import SequenceTrace
 from services.gateway.core.ports import Timer
 from services.gateway.core.request.delta import Delta
 from services.gateway.core.request.engine import Made
@@ -14,6 +12,8 @@ from services.gateway.core.request.generation import Generation
 from services.gateway.core.request.identity import Identity
 from services.gateway.core.request.request import EngineRequest
 from services.gateway.core.request.wait import Wait
+from services.gateway.core.routing_decision import RoutingDecision
+from services.gateway.core.traces.sequence_trace import SequenceTrace
 from services.gateway.options.idempotency.core.recording import Cursor, Recording
 
 

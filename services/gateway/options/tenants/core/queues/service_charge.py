@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from services.gateway.core.fleet.routing_decision import RoutingDecision
 from services.gateway.core.request.inflight import Inflight, ended
+from services.gateway.core.routing_decision import RoutingDecision
 
 _SHARE_OF_NEWEST, _SHARE_OF_NEWEST_DEVIATION = 1 / 8, 1 / 4
 _DEVIATIONS = 2.0

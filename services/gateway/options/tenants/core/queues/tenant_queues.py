@@ -8,12 +8,12 @@ from services.common.telemetry import names
 from services.gateway.core.caller import Caller
 from services.gateway.core.fleet.admission import Admission, Queued
 from services.gateway.core.fleet.replica import Replica
-from services.gateway.core.fleet.routing_decision import RoutingDecision
-from services.gateway.core.fleet.sequence_trace import ResubmitCause
 from services.gateway.core.ports import Clock
 from services.gateway.core.request.arrivals import Arrivals
 from services.gateway.core.request.inflight import Inflight
 from services.gateway.core.request.wait import Wait
+from services.gateway.core.routing_decision import RoutingDecision
+from services.gateway.core.traces.sequence_trace import ResubmitCause
 from services.gateway.core.traces.timeline import Part
 from services.gateway.options.tenants.core.queues.capacity import Capacity
 from services.gateway.options.tenants.core.queues.fair_queue import FairQueue, Order

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from services.common.errors import StepwellError
 from services.common.telemetry import names
 from services.common.telemetry.time_parts import TimePart
-from services.gateway.core.fleet.routing_decision import RoutingDecision
+from services.gateway.core.routing_decision import RoutingDecision
 from services.gateway.core.traces.timeline import Part, Timeline
 
 _SPANS = 64
