@@ -14,7 +14,7 @@ from prometheus_client.samples import Exemplar, Sample
 
 from services.common.process.watchdog import proc
 from services.common.rpc.protocol import own_release
-from services.common.telemetry.metric_specs import process, value_family
+from services.common.telemetry.metric_specs import process, single
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OPEN_METRICS_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
@@ -64,9 +64,8 @@ class Exposition:
 
 class _BuildCollector(Collector):
     def collect(self) -> Iterator[Metric]:
-        family, release = value_family(process.BUILD_INFO), own_release()
-        family.add_metric([release.version, str(release.protocol)], 1)
-        yield family
+        release = own_release()
+        yield single(process.BUILD_INFO, 1, release.version, str(release.protocol))
 
 
 def number_text(value: float) -> str:

@@ -9,15 +9,17 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.samples import Exemplar
 
 from services.common.telemetry.exposition import number_text
+from services.common.telemetry.metric_specs import histogram_family
 from services.common.telemetry.metric_specs.spec import MetricSpec
 
 
 class Histogram:
     """Counts observations by bucket. One thread may observe while another thread reads."""
 
-    __slots__ = ("_bounds", "_counts", "_exemplars", "sum")
+    __slots__ = ("_bounds", "_counts", "_exemplars", "_spec", "sum")
 
     def __init__(self, spec: MetricSpec) -> None:
+        self._spec = spec
         self._bounds = spec.buckets
         self._counts = [0] * (len(self._bounds) + 1)
         self._exemplars: dict[int, Exemplar] = {}
@@ -37,6 +39,12 @@ class Histogram:
         if trace_id:
             exemplar = Exemplar({"trace_id": trace_id}, value, time.time())
             self._exemplars[bisect_left(self._bounds, value)] = exemplar
+
+    def metric(self, *labels: str) -> HistogramMetricFamily:
+        """The metric, with the series of this histogram alone."""
+        family = histogram_family(self._spec)
+        self.add_to(family, labels)
+        return family
 
     def add_to(self, family: HistogramMetricFamily, labels: Sequence[str] = ()) -> None:
         total, exemplars = 0, dict(self._exemplars)

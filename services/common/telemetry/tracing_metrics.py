@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from services.common.telemetry.metric_specs import process, value_family
+from services.common.telemetry.metric_specs import by_label, process, single
 from services.common.telemetry.span_outage import DropReason
 from services.common.telemetry.tracing import Tracing
 
@@ -17,11 +17,9 @@ class TracingCollector(Collector):
         self._senders = tracing.senders
 
     def collect(self) -> Iterator[Metric]:
-        sent = value_family(process.SPANS_SENT)
-        dropped = value_family(process.SPANS_DROPPED)
-        sent.add_metric([], sum(sender.num_sent for sender in self._senders))
-        for reason in DropReason:
-            count = sum(sender.num_dropped[reason] for sender in self._senders)
-            dropped.add_metric([reason.value], count)
-        yield sent
-        yield dropped
+        yield single(process.SPANS_SENT, sum(sender.num_sent for sender in self._senders))
+        dropped = {
+            reason.value: sum(sender.num_dropped[reason] for sender in self._senders)
+            for reason in DropReason
+        }
+        yield by_label(process.SPANS_DROPPED, dropped)

@@ -9,10 +9,10 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from services.common.telemetry.metric_specs import (
+    by_label,
     replica,
     single,
     summary_family,
-    value_family,
     vllm,
 )
 from services.common.telemetry.metric_specs.spec import MetricSpec
@@ -59,10 +59,7 @@ class PoolCollector(Collector, Generic[Answer]):
     def collect(self) -> Iterator[Metric]:
         pools = [(hosted.pool_id, hosted.pool.stats()) for hosted in self._host.pools()]
         for spec, read in _VALUES.items():
-            family = value_family(spec)
-            for pool_id, stats in pools:
-                family.add_metric([pool_id], read(stats))
-            yield family
+            yield by_label(spec, {pool_id: read(stats) for pool_id, stats in pools})
         for spec, (read_count, read_sum) in _COUNTS_AND_SUMS.items():
             summary = summary_family(spec)
             for pool_id, stats in pools:

@@ -6,13 +6,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from services.common.telemetry.histogram import Histogram
-from services.common.telemetry.metric_specs import (
-    histogram_family,
-    replica,
-    single,
-    summary_family,
-    value_family,
-)
+from services.common.telemetry.metric_specs import replica, single, summary_family
 from services.worker.core.worker import WorkerDescription
 
 
@@ -47,13 +41,9 @@ class WorkerMetrics(Collector):
         size = self._description.num_blocks * self._description.bytes_per_block
         yield single(replica.WORKER_KV_CACHE_BYTES, size)
         yield single(replica.WORKER_TOKENS, self._num_tokens)
-        chosen = value_family(replica.WORKER_KERNELS)
         known = self._description
-        chosen.add_metric((known.kernels, known.dtype, known.kv_cache_dtype), 1)
-        yield chosen
-        steps = histogram_family(replica.WORKER_STEP_SECONDS)
-        self._execute.add_to(steps)
-        yield steps
+        yield single(replica.WORKER_KERNELS, 1, known.kernels, known.dtype, known.kv_cache_dtype)
+        yield self._execute.metric()
         waits = summary_family(replica.WORKER_STEP_WAIT_SECONDS)
         waits.add_metric((), self._num_waits, self._wait_nanos / 1e9)
         yield waits

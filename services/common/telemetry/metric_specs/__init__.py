@@ -2,6 +2,7 @@
 gateway specify their metrics in their own folders. `docs/metrics.md` lists all metrics.
 """
 
+from collections.abc import Mapping
 from typing import TypeAlias
 
 from prometheus_client.core import (
@@ -40,10 +41,20 @@ def summary_family(spec: MetricSpec) -> SummaryMetricFamily:
     return SummaryMetricFamily(spec.name, spec.text, labels=spec.labels)
 
 
-def single(spec: MetricSpec, value: float) -> Metric:
-    """Creates a gauge or a counter with one value and no labels."""
+def single(spec: MetricSpec, value: float, *labels: str) -> Metric:
+    """Creates a gauge or a counter with one value."""
     family = value_family(spec)
-    family.add_metric((), value)
+    family.add_metric(labels, value)
+    return family
+
+
+def by_label(spec: MetricSpec, values: Mapping[str, float], *labels: str) -> Metric:
+    """Creates a gauge or a counter. `values` maps values of its last label to its values. `labels`
+    are the values of the labels before it.
+    """
+    family = value_family(spec)
+    for label, value in values.items():
+        family.add_metric((*labels, label), value)
     return family
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from services.common.telemetry.metric_specs import edge, single, value_family
+from services.common.telemetry.metric_specs import by_label, edge, single, value_family
 from services.gateway.core.prefix_index.node_view import DirectoryState
 from services.gateway.core.prefix_index.prefix_index import PrefixIndex
 
@@ -43,10 +43,7 @@ class IndexCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         index, counts = self._index, self._counts
-        state = value_family(edge.INDEX_STATE)
-        for name in DirectoryState:
-            state.add_metric([name.value], index.state is name)
-        yield state
+        yield by_label(edge.INDEX_STATE, {one.value: index.state is one for one in DirectoryState})
         nodes = value_family(edge.INDEX_NODE_STATE)
         for view in index.views:
             for name in DirectoryState:

@@ -7,7 +7,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from services.common.telemetry.exposition import Exposition, merged
-from services.common.telemetry.metric_specs import edge, value_family
+from services.common.telemetry.metric_specs import edge, single
 from services.gateway.adapters.schedulers.scheduler_links import SchedulerLinks
 from services.gateway.core.fleet.fleet import Fleet
 
@@ -35,9 +35,7 @@ class FleetCollector(Collector):
             (edge.GATEWAY_RESUBMISSIONS, self._fleet.num_resubmissions),
         ):
             if value is not None:
-                metric = value_family(name)
-                metric.add_metric([self._model], value)
-                yield metric
+                yield single(name, value, self._model)
 
 
 class FleetMetrics:

@@ -9,7 +9,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from services.common.telemetry.histogram import Histogram
-from services.common.telemetry.metric_specs import edge, histogram_family, value_family
+from services.common.telemetry.metric_specs import edge, single
 from services.common.telemetry.metric_specs.spec import MetricSpec
 from services.gateway.adapters.telemetry.request_record import KeptFor
 
@@ -118,9 +118,5 @@ class TokenMetrics(Collector):
             self._latency.observe(seconds / num_tokens, num_tokens)
 
     def collect(self) -> Iterator[Metric]:
-        generated = value_family(edge.GATEWAY_GENERATION_TOKENS)
-        generated.add_metric([self._model], self._num_generated)
-        yield generated
-        latency = histogram_family(edge.GATEWAY_INTER_TOKEN_LATENCY)
-        self._latency.add_to(latency, [self._model])
-        yield latency
+        yield single(edge.GATEWAY_GENERATION_TOKENS, self._num_generated, self._model)
+        yield self._latency.metric(self._model)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from services.common.telemetry.metric_specs import single, value_family
+from services.common.telemetry.metric_specs import by_label, single
 from services.common.telemetry.metric_specs.spec import Source, Specs
 from services.gateway.options.idempotency.core.keyed_requests import KeyedRequests
 from services.gateway.options.idempotency.core.sharing import Sharing
@@ -80,10 +80,8 @@ class KeyedCollector(Collector):
         are omitted.
         """
         counts = self._keyed.counts
-        requests = value_family(REQUESTS)
-        for outcome in ("begun", "attached", "followed", "resumed", "refused"):
-            requests.add_metric([outcome], getattr(counts, outcome))
-        yield requests
+        outcomes = ("begun", "attached", "followed", "resumed", "refused")
+        yield by_label(REQUESTS, {outcome: getattr(counts, outcome) for outcome in outcomes})
         yield single(ANSWERS, len(self._keyed))
         yield single(BYTES, self._keyed.num_bytes)
         yield single(SUSPENDED, counts.suspended)

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from services.common.errors import StepwellError
 from services.common.process.settings import at_least, setting
-from services.common.telemetry.metric_specs import value_family
+from services.common.telemetry.metric_specs import by_label, single
 from services.common.telemetry.metric_specs.spec import Source, Specs
 from services.gateway.adapters.http.clients.generation_routes import COMPLETIONS
 from services.gateway.adapters.http.exchange.route import Route
@@ -50,14 +50,10 @@ class SessionsCollector(Collector):
         sessions = list(self._sessions)
         num_in_turn = sum(session.is_in_turn for session in sessions)
         num_held = sum(session.held is not None for session in sessions)
-        by_state = value_family(OPEN_SESSIONS)
-        by_state.add_metric([self._model, "in_turn"], num_in_turn)
-        by_state.add_metric([self._model, "held"], num_held)
-        by_state.add_metric([self._model, "idle"], len(sessions) - num_in_turn - num_held)
-        yield by_state
-        expired = value_family(EXPIRED)
-        expired.add_metric([self._model], self._sessions.num_expired)
-        yield expired
+        num_idle = len(sessions) - num_in_turn - num_held
+        by_state = {"in_turn": num_in_turn, "held": num_held, "idle": num_idle}
+        yield by_label(OPEN_SESSIONS, by_state, self._model)
+        yield single(EXPIRED, self._sessions.num_expired, self._model)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from services.common.telemetry.metric_specs import (
-    histogram_family,
+    by_label,
     replica,
     single,
     summary_family,
@@ -51,50 +51,33 @@ class EngineCollector(Collector):
             (replica.SESSIONS, len(self.sessions)),
         ):
             yield single(name, value)
-        steps = histogram_family(replica.STEP_SECONDS)
-        counts.step_seconds.add_to(steps)
-        yield steps
+        yield counts.step_seconds.metric()
         put_off = summary_family(replica.STEP_PUT_OFF_SECONDS)
         put_off.add_metric((), engine.planning.num_planned, engine.planning.seconds_put_off)
         yield put_off
-        yield self._state()
-        yield self._recoveries()
+        yield by_label(
+            replica.ENGINE_STATE, {state.value: engine.state is state for state in EngineState}
+        )
+        losses = {"pool": engine.losses.num_of_pool, "workers": engine.losses.num_of_workers}
+        yield by_label(replica.RECOVERIES, losses)
         yield self._cache_config()
         if scheduler.config.max_loras is not None:
             yield self._adapters(scheduler.config.max_loras)
         yield from self._wait_reasons(engine.num_waiting)
 
-    def _state(self) -> Metric:
-        states = value_family(replica.ENGINE_STATE)
-        for state in EngineState:
-            states.add_metric([state.value], self.engine.state is state)
-        return states
-
-    def _recoveries(self) -> Metric:
-        recoveries, losses = value_family(replica.RECOVERIES), self.engine.losses
-        recoveries.add_metric(["pool"], losses.num_of_pool)
-        recoveries.add_metric(["workers"], losses.num_of_workers)
-        return recoveries
-
     def _cache_config(self) -> Metric:
-        config, shape = self.engine.scheduler.config, value_family(vllm.CACHE_CONFIG)
-        values = (
-            config.block_size,
-            config.num_blocks,
-            self.cache_dtype,
-            config.enable_prefix_caching,
-        )
-        shape.add_metric([str(value) for value in values], 1)
-        return shape
+        config = self.engine.scheduler.config
+        sizes = map(str, (config.block_size, config.num_blocks))
+        caching = str(config.enable_prefix_caching)
+        return single(vllm.CACHE_CONFIG, 1, *sizes, self.cache_dtype, caching)
 
     def _adapters(self, max_loras: int) -> Metric:
-        scheduler, info = self.engine.scheduler, value_family(vllm.LORA_REQUESTS)
+        scheduler = self.engine.scheduler
         running = {one.adapter_name for one in scheduler.running}
         unfinished = (one for one in self.engine.unfinished if one not in scheduler.running)
         waiting = {one.adapter_name for one in unfinished}
         named = (",".join(sorted(of - {""})) for of in (waiting, running))
-        info.add_metric([str(max_loras), *named], time.time())
-        return info
+        return single(vllm.LORA_REQUESTS, time.time(), str(max_loras), *named)
 
     def _wait_reasons(self, num_waiting: int) -> Iterator[Metric]:
         reasons = self.counts.wait_reasons
@@ -106,14 +89,12 @@ class EngineCollector(Collector):
             num_ours = passed_over[reason] + (num_others if reason is reasons.current else 0)
             ours.add_metric([reason.value], min(num_ours, num_waiting))
             steps.add_metric([reason.value], reasons.num_steps[reason])
-        theirs = value_family(vllm.NUM_REQUESTS_WAITING_BY_REASON)
         num_deferred = num_waiting if reasons.current in _DEFERRED else num_passed_over
-        theirs.add_metric(["capacity"], num_waiting - num_deferred)
-        theirs.add_metric(["deferred"], num_deferred)
-        seconds = value_family(replica.WAIT_SECONDS)
-        for name, nanos in list(self.counts.wait_nanos.items()):
-            seconds.add_metric([name], nanos / 1e9)
-        yield from (ours, steps, seconds, theirs)
+        yield from (ours, steps)
+        waits = list(self.counts.wait_nanos.items())
+        yield by_label(replica.WAIT_SECONDS, {name: nanos / 1e9 for name, nanos in waits})
+        theirs = {"capacity": num_waiting - num_deferred, "deferred": num_deferred}
+        yield by_label(vllm.NUM_REQUESTS_WAITING_BY_REASON, theirs)
 
 
 class ResumableSessionsCollector(Collector):
@@ -122,10 +103,8 @@ class ResumableSessionsCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         sessions, num_waiting = self._client_sessions, self._client_sessions.num_between_turns
-        family = value_family(replica.CLIENT_SESSIONS)
-        family.add_metric(["turn"], len(sessions.open) - num_waiting)
-        family.add_metric(["waiting_for_chunk"], num_waiting)
-        yield family
+        by_state = {"turn": len(sessions.open) - num_waiting, "waiting_for_chunk": num_waiting}
+        yield by_label(replica.CLIENT_SESSIONS, by_state)
         yield single(replica.CLIENT_SESSIONS_GIVEN_UP, sessions.num_given_up)
 
 
@@ -153,7 +132,5 @@ class SpeculationMetrics(Collector):
         yield single(vllm.SPEC_DECODE_DRAFTS, self._num_drafts)
         yield single(vllm.SPEC_DECODE_DRAFT_TOKENS, self._num_draft_tokens)
         yield single(vllm.SPEC_DECODE_ACCEPTED_TOKENS, sum(self._num_accepted_at))
-        positions = value_family(vllm.SPEC_DECODE_ACCEPTED_TOKENS_PER_POS)
-        for position, num_accepted in enumerate(self._num_accepted_at):
-            positions.add_metric([str(position)], num_accepted)
-        yield positions
+        accepted = {str(position): number for position, number in enumerate(self._num_accepted_at)}
+        yield by_label(vllm.SPEC_DECODE_ACCEPTED_TOKENS_PER_POS, accepted)

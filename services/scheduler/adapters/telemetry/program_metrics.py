@@ -7,7 +7,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from services.common.telemetry.histogram import Histogram
-from services.common.telemetry.metric_specs import histogram_family, replica, single, value_family
+from services.common.telemetry.metric_specs import by_label, histogram_family, replica, single
 from services.scheduler.core.policies.continuum.pins import Pins
 from services.scheduler.core.policies.observer import ProgramObserver, RecomputationCause
 from services.scheduler.core.policies.program.retention import ProgramRetention
@@ -52,27 +52,17 @@ class ProgramMetrics(ProgramObserver, Collector):
         self._recomputed[cause.value] += num_tokens
 
     def collect(self) -> Iterator[Metric]:
-        programs = value_family(replica.PROGRAMS)
-        programs.add_metric(["in_turn"], self._retention.num_in_turn)
-        programs.add_metric(["paused"], self._retention.num_paused)
-        yield programs
+        programs = {"in_turn": self._retention.num_in_turn, "paused": self._retention.num_paused}
+        yield by_label(replica.PROGRAMS, programs)
         yield single(replica.RETAINED_BLOCKS, self._retention.num_retained_blocks)
         for spec, counts, labels in (
             (replica.PROGRAMS_BEGUN, self._begun, ("id", "hash")),
             (replica.RETAINED_BLOCKS_TAKEN, self._taken, ("paused", "waiting")),
             (replica.RECOMPUTED_TOKENS, self._recomputed, CAUSES),
         ):
-            family = value_family(spec)
-            for label in labels:
-                family.add_metric([label], counts[label])
-            yield family
-        for spec, histogram in (
-            (replica.PROGRAM_SECONDS, self._program_seconds),
-            (replica.PROGRAM_TURNS, self._program_turns),
-        ):
-            one = histogram_family(spec)
-            histogram.add_to(one)
-            yield one
+            yield by_label(spec, {label: counts[label] for label in labels})
+        yield self._program_seconds.metric()
+        yield self._program_turns.metric()
         pauses = histogram_family(replica.PAUSE_SECONDS)
         for tool, histogram in list(self._pauses.items()):
             histogram.add_to(pauses, [tool])

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from services.common.request.finish import FinishReason
 from services.common.telemetry.histogram import Histogram
-from services.common.telemetry.metric_specs import histogram_family, single, value_family, vllm
+from services.common.telemetry.metric_specs import by_label, single, vllm
 from services.scheduler.core.output import EngineCoreOutputs, SchedulerOutput
 from services.scheduler.core.request import Request
 
@@ -155,23 +155,19 @@ class RequestMetrics(Collector):
             self._end_request(request)
 
     def collect(self) -> Iterator[Metric]:
-        for name, histogram in self._histograms.items():
-            family = histogram_family(name)
-            histogram.add_to(family)
-            yield family
-        finished = value_family(vllm.REQUEST_SUCCESS)
-        for reason in _FINISHED_REASONS:
-            finished.add_metric([reason], self._num_finished[reason])
-        yield finished
+        for histogram in self._histograms.values():
+            yield histogram.metric()
+        yield by_label(vllm.REQUEST_SUCCESS, self._num_finished)
         num_prompt, num_cached = self._num_prompt_tokens, self._num_cached_tokens
         yield single(vllm.PROMPT_TOKENS, num_prompt)
         yield single(vllm.PROMPT_TOKENS_CACHED, num_cached)
         yield single(vllm.GENERATION_TOKENS, self._num_generation_tokens)
-        sources = value_family(vllm.PROMPT_TOKENS_BY_SOURCE)
-        sources.add_metric(["local_compute"], num_prompt - num_cached)
-        sources.add_metric(["local_cache_hit"], num_cached - self._num_external_tokens)
-        sources.add_metric(["external_kv_transfer"], self._num_external_tokens)
-        yield sources
+        sources = {
+            "local_compute": num_prompt - num_cached,
+            "local_cache_hit": num_cached - self._num_external_tokens,
+            "external_kv_transfer": self._num_external_tokens,
+        }
+        yield by_label(vllm.PROMPT_TOKENS_BY_SOURCE, sources)
 
     def _leave_steady(self) -> None:
         self._note_last_tokens(self._steady)

@@ -6,7 +6,7 @@ from functools import partial
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from services.common.telemetry.metric_specs import replica, single, value_family, vllm
+from services.common.telemetry.metric_specs import by_label, replica, single, vllm
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.kv_transfer import KVRole
 from services.scheduler.core.planning.replica_state import Connect
@@ -37,15 +37,8 @@ class TierCollector(Collector):
         yield single(vllm.EXTERNAL_PREFIX_CACHE_HITS, hits)
         yield single(replica.TIER_BLOCKS, blocks)
         yield single(replica.TIER_BLOCKS_HELD, held)
-        transfers = value_family(replica.TIER_TRANSFERS)
-        for kind, count in (
-            ("stored", stored),
-            ("loaded", loaded),
-            ("evicted", evicted),
-            ("invalid", invalid),
-        ):
-            transfers.add_metric([kind], count)
-        yield transfers
+        moved = {"stored": stored, "loaded": loaded, "evicted": evicted, "invalid": invalid}
+        yield by_label(replica.TIER_TRANSFERS, moved)
 
 
 class OffloadedBlocks(TransferOption):

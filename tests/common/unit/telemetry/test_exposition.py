@@ -17,7 +17,7 @@ from services.common.telemetry.exposition import (
     wants_open_metrics,
 )
 from services.common.telemetry.histogram import Histogram
-from services.common.telemetry.metric_specs import histogram_family, vllm
+from services.common.telemetry.metric_specs import vllm
 
 
 class These(Collector):
@@ -128,11 +128,9 @@ def timed(*traces: str) -> bytes:
     histogram = Histogram(vllm.E2E_REQUEST_LATENCY)
     for number, trace_id in enumerate(traces):
         histogram.observe_traced(0.1 + number, trace_id)
-    family = histogram_family(vllm.E2E_REQUEST_LATENCY)
-    histogram.add_to(family)
     counter = CounterMetricFamily("vllm:tokens", 'Tokens "that" came.', labels=("kind",))
     counter.add_metric(['" # {trace_id="'], 3)
-    return Exposition("gateway", [These(family, counter)]).render(exemplars=True)
+    return Exposition("gateway", [These(histogram.metric(), counter)]).render(exemplars=True)
 
 
 def test_openmetrics_has_the_traces_of_buckets_and_reads_as_the_standard_asks() -> None:
