@@ -70,17 +70,7 @@ async def run_over_grpc(recording: Recording) -> Run:
     channel = open_channel(await server.start("127.0.0.1:0"))
     client = PoolClient(channel, "recording", timeout_seconds=60)
     try:
-        await client.open(
-            config.num_blocks,
-            config.all_groups,
-            b"",
-            enable_prefix_caching=config.enable_prefix_caching,
-            drop_last_hit_block=config.drop_last_hit_block,
-            prefix_match_unit=config.prefix_match_unit,
-            prefix_cache_retention_interval=config.prefix_cache_retention_interval,
-            max_model_len=config.max_model_len,
-            max_in_flight_tokens=config.max_in_flight_tokens,
-        )
+        await client.open(config)
         connector = story.make_connector()
         entries: list[Entry] = []
         scheduler = RecordingScheduler(config, client, entries.append, connected(connector))

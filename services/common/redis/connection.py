@@ -10,7 +10,7 @@ import asyncio
 import logging
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -88,17 +88,22 @@ class RedisConnection:
         return answer
 
     async def pipeline(
-        self, commands: list[tuple[Any, ...]], seconds: float = CALL_SECONDS
+        self,
+        commands: Sequence[tuple[Any, ...]],
+        seconds: float = CALL_SECONDS,
+        *,
+        raise_on_error: bool = True,
     ) -> list[Any]:
-        """Executes commands in order, not as a transaction, and returns their replies. All keys
-        must belong to one slot. Raises RedisUnavailable if any command fails.
+        """Executes commands in order, not as a transaction, and returns their replies. Raises
+        RedisUnavailable if any command fails. If `raise_on_error` is false, the reply to a failed
+        command is an exception. Otherwise all keys must belong to one slot.
         """
 
         async def use(client: Client) -> list[Any]:
             pipeline = client.pipeline(transaction=False)
             for command in commands:
                 pipeline.execute_command(*command)
-            answers: list[Any] = await pipeline.execute()
+            answers: list[Any] = await pipeline.execute(raise_on_error=raise_on_error)
             return answers
 
         return await self.call(use, seconds)

@@ -160,18 +160,8 @@ class ReplicaClient:
             # Blocks of new workers beyond the number at the first opening are not used.
             shape = replace(shape, num_blocks=self._shape.num_blocks)
         config = self._configure(shape)
-        generation = await self._pool.open(
-            config.num_blocks,
-            config.all_groups,
-            config.fingerprint,
-            enable_prefix_caching=config.enable_prefix_caching,
-            drop_last_hit_block=config.drop_last_hit_block,
-            prefix_match_unit=config.prefix_match_unit,
-            prefix_cache_retention_interval=config.prefix_cache_retention_interval,
-            max_model_len=config.max_model_len,
-            max_in_flight_tokens=config.max_in_flight_tokens,
-            seen_generation=max(rank.seen_generation for rank in ranks),
-        )
+        seen_generation = max(rank.seen_generation for rank in ranks)
+        generation = await self._pool.open(config, seen_generation)
         await self._workers.open(generation)
         incarnations = [rank.incarnation for rank in ranks]
         if incarnations != self._incarnations:

@@ -13,13 +13,12 @@ from typing import Any, NoReturn, cast
 from services.simulation.runtime.machine import network
 from services.simulation.runtime.network import Connection, End, current_process
 from services.worker.backends.ranks import ALONE, GatheringRanks, Ranks
-from services.worker.parallel.errors import GroupBroken, RankLost, RankStopped
+from services.worker.parallel.errors import STOPPED, GroupBroken, rank_ended
 from services.worker.parallel.group import Group, Timeouts
 from services.worker.parallel.membership import Membership
 
 _LOOK_SECONDS = 0.05
 _PATIENCE_SECONDS = 0.5
-_STOPPED = "it was told to stop"
 
 
 class Meeting:
@@ -162,16 +161,13 @@ class MemoryWatch:
     def close(self, *, is_stopped: bool = False) -> None:
         self._is_closed = True
         if is_stopped and self._error is None:
-            self._tell(_STOPPED)
+            self._tell(STOPPED)
         for _, end in self._group.peers.values():
             end.close()
 
     def ended(self, rank: int, reason: str = "") -> None:
         """Called when another rank has ended. `reason` is empty if the rank has not sent one."""
-        kind = RankStopped if reason.endswith(_STOPPED) else RankLost
-        self.report(
-            kind(f"rank {rank} has ended: {reason}" if reason else f"rank {rank} has ended")
-        )
+        self.report(rank_ended(rank, reason))
 
     def _tell(self, reason: str) -> None:
         for peer, end in self._group.peers.values():

@@ -74,13 +74,9 @@ class Shard:
     def log_read(self, num_bytes: int, whole: int) -> None:
         """Logs how many of a checkpoint's bytes were read for this part."""
         if self.size > 1:
-            own, all_of_it = num_bytes / 2**20, whole / 2**20
             logger.info(
                 "rank %d of %d read %.1f of %.1f MiB of the weights",
-                self.rank,
-                self.size,
-                own,
-                all_of_it,
+                *(self.rank, self.size, num_bytes / 2**20, whole / 2**20),
             )
 
 

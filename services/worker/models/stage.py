@@ -52,11 +52,9 @@ class StageLayers:
     def log_read(self, num_bytes: int, whole: int) -> None:
         """Logs how many of a checkpoint's bytes were read for this stage."""
         if not self.is_whole:
-            first, last = self.start, self.stop - 1
-            own, all_of_it = num_bytes / 2**20, whole / 2**20
             logger.info(
                 "this stage has layers %d to %d of %d: read %.1f of %.1f MiB of the weights",
-                *(first, last, self.num_layers, own, all_of_it),
+                *(self.start, self.stop - 1, self.num_layers, num_bytes / 2**20, whole / 2**20),
             )
 
 

@@ -12,19 +12,24 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from services.common.request.pooling import PoolingTask
 from services.worker.backends.device import dtype_name
 from services.worker.backends.torch.kernels import torch_has_bfloat16
 from services.worker.models.config import resolve_max_model_len
-from services.worker.models.errors import ModelConfigError, ModelFileError, UnsupportedModel
+from services.worker.models.errors import ModelFileError
 from services.worker.models.files.checkpoint import CPU, Checkpoint
-from services.worker.models.files.json_file import read_json_object
-from services.worker.models.from_transformers.checkpoint import construct, lazy_tensors, one_line
+from services.worker.models.from_transformers.checkpoint import (
+    construct,
+    lazy_tensors,
+    max_position_embeddings,
+    one_line,
+    read_config,
+)
 from services.worker.models.model import LoadOptions, log_loading, resolve_dtype
 from services.worker.models.pooling_config import PoolingConfig
-from services.worker.models.suitability.transformers_rules import CONFIG_KEYS, check_whole
+from services.worker.models.suitability.transformers_rules import check_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +71,7 @@ def load_whole_model(checkpoint: Checkpoint, options: LoadOptions) -> WholeModel
         raise AssertionError("a model that generates is not computed whole")
     directory = checkpoint.directory
     path = directory / "config.json"
-    config = _read_config(directory, path)
+    config = read_config(directory, check_whole)
     stored = dtype_name(config.dtype) if isinstance(config.dtype, torch.dtype) else None
     dtype = resolve_dtype(options.dtype, stored, has_bfloat16=torch_has_bfloat16())
     name = (config.architectures or [""])[0]
@@ -85,21 +90,6 @@ def load_whole_model(checkpoint: Checkpoint, options: LoadOptions) -> WholeModel
         takes_token_types="token_type_ids" in inspect.signature(model.forward).parameters
         and getattr(config, "type_vocab_size", 0) > 1,
     )
-
-
-def _read_config(directory: Path, path: Path) -> PretrainedConfig:
-    try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:
-        raise UnsupportedModel(
-            path, f"transformers cannot read config.json: {one_line(error)}"
-        ) from error
-    read = {key: getattr(config, key, None) for key in CONFIG_KEYS}
-    raw = read_json_object(path)
-    check_whole(read | {"quantization_config": raw.get("quantization_config")}, path)
-    return config
 
 
 def _load(
@@ -123,9 +113,7 @@ def _load(
 
 def _longest_prompt(model: PreTrainedModel, config: PretrainedConfig, path: Path) -> int:
     """The number of positions. RoBERTa's positions start after the padding index."""
-    longest: int | None = getattr(config, "max_position_embeddings", None)
-    if longest is None:
-        raise ModelConfigError(path, "max_position_embeddings is missing")
+    longest = max_position_embeddings(config, path)
     for name, module in model.named_modules():
         counts = name.endswith("position_embeddings") and isinstance(module, nn.Embedding)
         if counts and module.padding_idx is not None:

@@ -12,10 +12,9 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-from services.worker.parallel.errors import GroupBroken, RankLost, RankStopped
+from services.worker.parallel.errors import STOPPED, GroupBroken, rank_ended
 
 _LONGEST_REASON = 4096
-_STOPPED = "it was told to stop"
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 
 
@@ -70,7 +69,7 @@ class Watch:
         with self._lock:
             self._closed = True
         if is_stopped and self._broken is None:
-            self._send(_STOPPED)
+            self._send(STOPPED)
         self._waker.close()
         self._thread.join()
         self._woken.close()
@@ -98,11 +97,7 @@ class Watch:
         reason = ""
         with suppress(OSError):
             reason = self._peers[rank].recv(_LONGEST_REASON).decode(errors="replace")
-        # The other rank received a stop signal, or ended because a rank before it did.
-        kind = RankStopped if reason.endswith(_STOPPED) else RankLost
-        self.report(
-            kind(f"rank {rank} has ended: {reason}" if reason else f"rank {rank} has ended")
-        )
+        self.report(rank_ended(rank, reason))
 
 
 def _keep_alive(connection: socket.socket) -> None:

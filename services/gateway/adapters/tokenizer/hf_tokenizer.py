@@ -5,7 +5,7 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -87,16 +87,12 @@ class HfTokenizer:
         self, texts: Sequence[str], *, add_special_tokens: bool, max_tokens: int
     ) -> list[list[int]]:
         def work() -> list[list[int]]:
-            for number, text in enumerate(texts):
-                if len(text) > _COUNTED_CHARACTERS_PER_TOKEN * max_tokens:
-                    self._count(text, number, max_tokens)
+            self._check_texts(enumerate(texts), max_tokens)
             # Faster than other methods, because it computes no offsets. Releases the GIL.
             encodings = self._backend.encode_batch_fast(
                 list(texts), add_special_tokens=add_special_tokens
             )
-            for number, encoding in enumerate(encodings):
-                if len(encoding) > max_tokens:
-                    raise TextTooLong(len(encoding), number, is_exact=True)
+            _check_encodings(encodings, max_tokens)
             return [encoding.ids for encoding in encodings]
 
         return await self._off_loop(sum(map(len, texts)), work)
@@ -105,13 +101,10 @@ class HfTokenizer:
         self, pairs: Sequence[tuple[str, str]], *, max_tokens: int
     ) -> list[tuple[list[int], int]]:
         def work() -> list[tuple[list[int], int]]:
-            for number, text in ((at, text) for at, pair in enumerate(pairs) for text in pair):
-                if len(text) > _COUNTED_CHARACTERS_PER_TOKEN * max_tokens:
-                    self._count(text, number, max_tokens)
+            numbered = ((number, text) for number, pair in enumerate(pairs) for text in pair)
+            self._check_texts(numbered, max_tokens)
             encodings = self._backend.encode_batch(list(pairs), add_special_tokens=True)
-            for number, encoding in enumerate(encodings):
-                if len(encoding) > max_tokens:
-                    raise TextTooLong(len(encoding), number, is_exact=True)
+            _check_encodings(encodings, max_tokens)
             return [(encoding.ids, _second_text(encoding.type_ids)) for encoding in encodings]
 
         return await self._off_loop(sum(len(a) + len(b) for a, b in pairs), work)
@@ -127,6 +120,12 @@ class HfTokenizer:
             return [(encoding.ids, _second_text(encoding.type_ids)) for encoding in encodings]
 
         return await self._off_loop(sum(len(text) for texts in prompts for text in texts), work)
+
+    def _check_texts(self, texts: Iterable[tuple[int, str]], max_tokens: int) -> None:
+        """Raises TextTooLong if a text has far too many tokens. The error has the text's number."""
+        for number, text in texts:
+            if len(text) > _COUNTED_CHARACTERS_PER_TOKEN * max_tokens:
+                self._count(text, number, max_tokens)
 
     def _count(self, text: str, number: int, max_tokens: int) -> None:
         """Raises TextTooLong if a text has far too many tokens. Encodes the text in pieces, because
@@ -310,6 +309,12 @@ def _damaged_file(directory: Path) -> Path:
         except (OSError, ValueError):
             return path
     return directory
+
+
+def _check_encodings(encodings: Sequence[Any], max_tokens: int) -> None:
+    for number, encoding in enumerate(encodings):
+        if len(encoding) > max_tokens:
+            raise TextTooLong(len(encoding), number, is_exact=True)
 
 
 def _token_bytes(backend: Any, is_byte_level: bool) -> list[bytes]:

@@ -117,15 +117,7 @@ class RedisJournal:
         """
         if not commands:
             return []
-
-        async def use(client: Any) -> list[Any]:
-            pipeline = client.pipeline(transaction=False)
-            for command in commands:
-                pipeline.execute_command(*command)
-            answers: list[Any] = await pipeline.execute(raise_on_error=False)
-            return answers
-
-        answers = await self._redis.call(use, CALL_SECONDS)
+        answers = await self._redis.pipeline(commands, CALL_SECONDS, raise_on_error=False)
         for answer in answers:
             if isinstance(answer, Exception) and not _is_too_low(answer):
                 raise RedisUnavailable(f"Redis at {self._redis.name}: {answer}") from answer

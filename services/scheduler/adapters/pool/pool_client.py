@@ -16,7 +16,6 @@ from services.common.errors import (
     StepwellError,
     Unavailable,
 )
-from services.common.pool.kv_cache_groups import KVCacheGroup
 from services.common.pool.messages import kv_cache_group_to_proto
 from services.common.pool.operations import Operation, Outcome
 from services.common.pool.operations_proto import operation_to_proto, outcome_from_proto
@@ -29,6 +28,7 @@ from services.scheduler.adapters.pool.outcome_check import OutcomeCheck, request
 from services.scheduler.adapters.workers.alarm import Alarm
 from services.scheduler.adapters.workers.answer_check import WrongAnswer
 from services.scheduler.core import ports
+from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.engine.deadlines import IDLE_CHECK_SECONDS, Deadlines
 
 logger = logging.getLogger(__name__)
@@ -79,20 +79,7 @@ class PoolClient:
         self._waiting: asyncio.Task[object] | None = None
         """The task that waits for the stream's next message, or None."""
 
-    async def open(
-        self,
-        num_blocks: int,
-        groups: Sequence[KVCacheGroup],
-        fingerprint: bytes,
-        *,
-        enable_prefix_caching: bool,
-        drop_last_hit_block: bool,
-        prefix_match_unit: int | None = None,
-        prefix_cache_retention_interval: int | None = None,
-        max_model_len: int | None = None,
-        max_in_flight_tokens: int | None = None,
-        seen_generation: int = 0,
-    ) -> int:
+    async def open(self, config: SchedulerConfig, seen_generation: int = 0) -> int:
         """Opens the pool, which empties it and begins a new generation (the time until it is opened
         again). Returns the generation's number, which exceeds `seen_generation` and all earlier
         numbers. Raises StepwellError.
@@ -102,15 +89,15 @@ class PoolClient:
             response = await self._stub.OpenPool(
                 kvpool_pb2.OpenPoolRequest(
                     pool_id=self._pool_id,
-                    num_blocks=num_blocks,
-                    groups=map(kv_cache_group_to_proto, groups),
-                    enable_prefix_caching=enable_prefix_caching,
-                    fingerprint=fingerprint,
-                    drop_last_hit_block=drop_last_hit_block,
-                    prefix_match_unit=prefix_match_unit,
-                    prefix_cache_retention_interval=prefix_cache_retention_interval,
-                    max_model_len=max_model_len,
-                    max_in_flight_tokens=max_in_flight_tokens,
+                    num_blocks=config.num_blocks,
+                    groups=map(kv_cache_group_to_proto, config.all_groups),
+                    enable_prefix_caching=config.enable_prefix_caching,
+                    fingerprint=config.fingerprint,
+                    drop_last_hit_block=config.drop_last_hit_block,
+                    prefix_match_unit=config.prefix_match_unit,
+                    prefix_cache_retention_interval=config.prefix_cache_retention_interval,
+                    max_model_len=config.max_model_len,
+                    max_in_flight_tokens=config.max_in_flight_tokens,
                     owner=self._owner,
                     seen_generation=max(seen_generation, self._generation),
                     report_events=self._recorder is not None,
@@ -127,13 +114,13 @@ class PoolClient:
                 "one"
             )
         self._generation, self._sequence = response.generation, 0
-        self._check = OutcomeCheck(num_blocks, groups)
+        self._check = OutcomeCheck(config.num_blocks, config.all_groups)
         if self._recorder is not None:
             self._recorder.opened()
         num_free_blocks = (await self.transact(())).num_free_blocks
-        if num_free_blocks != num_blocks - 1:
+        if num_free_blocks != (num_usable := config.num_blocks - 1):
             raise ports.PoolLost(
-                f"the kvpool was opened with {num_free_blocks} free blocks, not {num_blocks - 1}"
+                f"the kvpool was opened with {num_free_blocks} free blocks, not {num_usable}"
             )
         self._watch = asyncio.create_task(self._watch_idle_pool(), name="watch the pool")
         return self._generation

@@ -23,6 +23,10 @@ FORMATS = {(torch.int8, 8): 1, (torch.int8, 4): 2, (torch.float8_e4m3fn, 8): 3}
 """Numbers of WeightFormat in cpp/quantized.h, by data type and bits of the codes. PLAIN is for
 unquantized weights, and W8A8 for weights whose inputs are quantized too.
 """
+PAIRS = {torch.bfloat16: 2, torch.float32: 1}
+"""Maps each data type to the number of successive elements of a column that a panel stores side by
+side (DEPTH in cpp/panel.h).
+"""
 CACHE_FORMATS = {KVCacheDtype.AUTO: 0, KVCacheDtype.INT8_PER_TOKEN_HEAD: 1}
 """The numbers of CacheFormat in cpp/heads.h."""
 

@@ -16,10 +16,6 @@ from services.worker.backends.native.library import Functions
 from services.worker.backends.native.lora import NativeDelta
 from services.worker.backends.quantized import QuantizedWeight, Weight
 
-_PAIRS = {torch.bfloat16: 2, torch.float32: 1}
-"""Maps each data type to the number of successive elements of a column that a panel stores side by
-side (DEPTH in cpp/panel.h).
-"""
 _INT4_BITS, _INT4_DEPTH = 4, 4
 """The bits of an INT4 code, and the number of elements of a column that are unpacked at once:
 BLOCK_DEPTH in cpp/quantized.h.
@@ -46,7 +42,7 @@ class NativeLinear:
         self.dtype = weight.dtype
         self.out_features = rows if activation is None else rows // 2
         weight = _packable(weight)
-        self._padding = -self.in_features % _PAIRS[self.dtype]
+        self._padding = -self.in_features % library.PAIRS[self.dtype]
         self._bias = None if bias is None else bias.contiguous()
         self._memory = memory
         bias_address = None if self._bias is None else self._bias.data_ptr()
@@ -114,4 +110,5 @@ def _packable(weight: Weight) -> Weight:
     if weight.bits == _INT4_BITS and weight.group % _INT4_DEPTH:
         weight = replace(weight, bits=2 * _INT4_BITS)
     has_groups = weight.scales.shape[1] > 1
-    return weight.dequantized() if has_groups and weight.group % _PAIRS[weight.dtype] else weight
+    is_uneven = has_groups and weight.group % library.PAIRS[weight.dtype]
+    return weight.dequantized() if is_uneven else weight

@@ -25,8 +25,6 @@ from services.worker.backends.native.large_pages import LargePages
 
 _LANES = 16
 """Columns in a vector: LANES in cpp/vector.h."""
-_PAIRS = {torch.bfloat16: 2, torch.float32: 1}
-"""By data type, how many elements of a column panels store side by side: DEPTH in cpp/panel.h."""
 _LEAST_IN_LARGE_PAGES = 8 * 2**20
 """An adapter of at least this many bytes is stored in large pages of 2 MiB. The unused part of its
 last page is then relatively small.
@@ -99,7 +97,7 @@ class NativeLora:
 
 
 def _packed(factors: Factors, shape: LoraShape, panel_width: int) -> _PackedPart:
-    pairs = _PAIRS[factors[0].a.dtype]
+    pairs = library.PAIRS[factors[0].a.dtype]
     if not shape.is_gated and not _at_vectors(factors, shape.columns):
         factors = (stacked(factors, shape.columns),)
     rank = max(len(one.a) for one in factors)

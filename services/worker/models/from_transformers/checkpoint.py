@@ -6,25 +6,60 @@ loader copies it.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from services.worker.backends.out_of_memory import is_out_of_memory
-from services.worker.models.errors import ModelError, ModelFileError, ModelTensorError
+from services.worker.models.errors import (
+    ModelConfigError,
+    ModelError,
+    ModelFileError,
+    ModelTensorError,
+    UnsupportedModel,
+)
 from services.worker.models.files.checkpoint import CPU, Checkpoint, TensorReader
+from services.worker.models.files.json_file import read_json_object
 from services.worker.models.from_transformers.decoder import ATTENTION_NAME
 from services.worker.models.from_transformers.division import Division
 from services.worker.models.from_transformers.linear import Part
 from services.worker.models.from_transformers.probe import Refused
+from services.worker.models.suitability.transformers_rules import CONFIG_KEYS
 
 _one_at_a_time = threading.Lock()
 """Locked while transformers builds a model, which changes torch's defaults for all threads."""
+
+
+def read_config(
+    directory: Path, check: Callable[[Mapping[str, Any], Path], None], why: str = ""
+) -> PretrainedConfig:
+    """Returns the configuration of a model as transformers reads it, if `check` accepts it. Raises
+    UnsupportedModel, whose reason begins with `why`, if transformers cannot read it.
+    """
+    path = directory / "config.json"
+    raw = read_json_object(path)
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:
+        problem = f"{why}transformers cannot read config.json: {one_line(error)}"
+        raise UnsupportedModel(path, problem) from error
+    read = {key: getattr(config, key, None) for key in CONFIG_KEYS}
+    check(read | {"quantization_config": raw.get("quantization_config")}, path)
+    return config
+
+
+def max_position_embeddings(config: PretrainedConfig, path: Path) -> int:
+    longest: int | None = getattr(config, "max_position_embeddings", None)
+    if longest is None:
+        raise ModelConfigError(path, "max_position_embeddings is missing")
+    return longest
 
 
 def model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from services.worker.backends.attention import AttentionLayer
 from services.worker.backends.device import dtype_name
@@ -19,39 +19,30 @@ from services.worker.backends.out_of_memory import is_out_of_memory
 from services.worker.backends.ranks import Ranks
 from services.worker.backends.torch.kernels import torch_has_bfloat16
 from services.worker.models.config import check_eos_token_ids, resolve_max_model_len
-from services.worker.models.errors import ModelConfigError, UnsupportedModel
+from services.worker.models.errors import UnsupportedModel
 from services.worker.models.files.checkpoint import Checkpoint
 from services.worker.models.files.json_file import JsonReader, read_json_object
 from services.worker.models.from_transformers import checkpoint as transformers_checkpoint
-from services.worker.models.from_transformers.checkpoint import model_class, one_line
+from services.worker.models.from_transformers.checkpoint import (
+    max_position_embeddings,
+    model_class,
+    one_line,
+    read_config,
+)
 from services.worker.models.from_transformers.decoder import ProbedLayers, TransformersDecoder
 from services.worker.models.from_transformers.division import Division
 from services.worker.models.from_transformers.linear import multiply_alike
 from services.worker.models.from_transformers.probe import Refused
 from services.worker.models.layer_config import SLIDING
 from services.worker.models.model import LoadedModel, LoadOptions, log_loading, resolve_dtype
-from services.worker.models.suitability.transformers_rules import CONFIG_KEYS, check_decoder
+from services.worker.models.suitability.transformers_rules import check_decoder
 
 
 def read_transformers_config(directory: Path) -> PretrainedConfig:
     """Returns the configuration as transformers reads it. Raises UnsupportedModel if transformers
     has no code for the model, or if the model is not a decoder.
     """
-    path = directory / "config.json"
-    raw = read_json_object(path)
-    try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:
-        problem = (
-            "the model has no native code in Stepwell, and transformers cannot read config.json: "
-            f"{one_line(error)}"
-        )
-        raise UnsupportedModel(path, problem) from error
-    read = {key: getattr(config, key, None) for key in CONFIG_KEYS}
-    check_decoder(read | {"quantization_config": raw.get("quantization_config")}, path)
-    return config
+    return read_config(directory, check_decoder, "the model has no native code in Stepwell, and ")
 
 
 def load_transformers_model(
@@ -114,10 +105,7 @@ def load_transformers_model(
 
 
 def _max_model_len(config: PretrainedConfig, options: LoadOptions, path: Path) -> int:
-    longest: int | None = getattr(config, "max_position_embeddings", None)
-    if longest is None:
-        raise ModelConfigError(path, "max_position_embeddings is missing")
-    default = longest
+    default = longest = max_position_embeddings(config, path)
     if options.pooling is not None and options.pooling.max_seq_length is not None:
         default = min(longest, options.pooling.max_seq_length)
     return resolve_max_model_len(options.max_model_len, default, longest, path)
