@@ -38,7 +38,7 @@ from services.gateway.core.caller import ANYONE
 from services.gateway.core.fleet.administration import Administration
 from services.gateway.models.grpc_by_model import GrpcByModel, ModelCalls
 from services.gateway.models.http_by_model import HttpByModel, ModelApp
-from services.gateway.options.server_parts import CallParts, RouteParts, StreamCall
+from services.gateway.options.option import CallParts, RouteParts, StreamCall
 from services.gateway.parts import Parts
 from services.gateway.settings import GatewaySettings
 

@@ -15,9 +15,9 @@ from collections.abc import (
 )
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-import grpc
 from prometheus_client.registry import Collector
 from pydantic import BaseModel
 from starlette.types import ASGIApp
@@ -26,6 +26,10 @@ from services.common.errors import StepwellError
 from services.common.telemetry.metric_specs.spec import MetricSpec
 from services.common.telemetry.tracing import Tracing
 from services.gateway.adapters.access import Access
+from services.gateway.adapters.grpc.call_records import CallRecords
+from services.gateway.adapters.grpc.message_stream import AnswerStreams, Context
+from services.gateway.adapters.http.clients.generation_routes import GenerationRoutes
+from services.gateway.adapters.http.exchange.parse import BodyReader
 from services.gateway.adapters.http.exchange.route import RequestHeader, Route
 from services.gateway.adapters.schedulers.scheduler_links import SchedulerLinks
 from services.gateway.adapters.telemetry.observation import Observer
@@ -38,9 +42,6 @@ from services.gateway.core.ports import Clock
 from services.gateway.core.prefix_index.prefix_index import PrefixIndex
 from services.gateway.core.request.generation import Generation
 from services.gateway.core.request.inference import Inference
-from services.gateway.options.server_parts import CallParts, RouteParts, StreamCall
-
-CallContext = grpc.aio.ServicerContext[Any, Any]
 
 if TYPE_CHECKING:
     from services.common.tls.credentials import Tls
@@ -69,6 +70,37 @@ class OptionParts:
     """Whether the gateway's first model has these parts. Its options run what all models share."""
     redis_url: str | None
     internal_tls: "Tls | None"
+
+
+@dataclass(frozen=True, slots=True)
+class RouteParts:
+    """The parts of the clients' HTTP server that routes of options use."""
+
+    generation: GenerationRoutes
+    inference: Inference
+    gate: Gate
+    bodies: BodyReader
+    model: Path
+    """Path of the model's directory or file."""
+    headers: tuple[RequestHeader, ...]
+    """Headers that the gateway reads in requests that run the model."""
+    generating_headers: tuple[RequestHeader, ...]
+    """Headers that the gateway reads in requests that generate tokens."""
+
+
+StreamCall = Callable[[AsyncIterator[Any], Context], Awaitable[None]]
+"""Handles a gRPC call with a stream of requests, and writes the answers to the call's context."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallParts:
+    """The parts of the clients' gRPC server that calls of options use."""
+
+    inference: Inference
+    gate: Gate
+    observer: Observer
+    records: CallRecords
+    streams: AnswerStreams
 
 
 class Option:
@@ -146,7 +178,7 @@ class Option:
     def admitted(
         self,
         record: RequestRecord,  # noqa: ARG002
-        context: CallContext | None,  # noqa: ARG002
+        context: Context | None,  # noqa: ARG002
     ) -> AbstractAsyncContextManager[None] | None:
         """Returns a context manager for a gRPC call that runs the model, or for a turn of a
         client's session. It is entered before the call's message is read. None means that no
@@ -236,7 +268,7 @@ class Options:
         return app
 
     def admitted(
-        self, record: RequestRecord, context: CallContext | None = None
+        self, record: RequestRecord, context: Context | None = None
     ) -> AbstractAsyncContextManager[None]:
         contexts = (option.admitted(record, context) for option in self._options)
         needed = [one for one in contexts if one is not None]

@@ -36,8 +36,7 @@ from services.gateway.core.request.request import ClientRequest, Prompt
 from services.gateway.core.request.request_check import check_request_id
 from services.gateway.core.request.vectors import numbers
 from services.gateway.core.traces.timeline import Part
-from services.gateway.options.option import Options
-from services.gateway.options.server_parts import StreamCall
+from services.gateway.options.option import Options, StreamCall
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

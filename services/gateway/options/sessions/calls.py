@@ -20,8 +20,7 @@ from services.gateway.adapters.grpc.generate_requests import (
 )
 from services.gateway.adapters.grpc.inference_servicer import METHOD_PREFIX, deadline_of_call
 from services.gateway.core.traces.timeline import Part
-from services.gateway.options.option import Options
-from services.gateway.options.server_parts import CallParts
+from services.gateway.options.option import CallParts, Options
 from services.gateway.options.sessions.core.client_session import ClientSession
 from services.gateway.options.sessions.core.client_sessions import ClientSessions
 from services.gateway.options.sessions.core.turn import turn_of

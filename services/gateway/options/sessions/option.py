@@ -16,8 +16,14 @@ from services.common.telemetry.metric_specs import by_label, single
 from services.common.telemetry.metric_specs.spec import Source, Specs
 from services.gateway.adapters.http.clients.generation_routes import COMPLETIONS
 from services.gateway.adapters.http.exchange.route import Route
-from services.gateway.options.option import Option, OptionParts, Options
-from services.gateway.options.server_parts import CallParts, RouteParts, StreamCall
+from services.gateway.options.option import (
+    CallParts,
+    Option,
+    OptionParts,
+    Options,
+    RouteParts,
+    StreamCall,
+)
 from services.gateway.options.sessions.calls import GENERATE_SESSION, SessionCalls
 from services.gateway.options.sessions.core.client_sessions import ClientSessions, SessionLimits
 from services.gateway.options.sessions.routes import SESSIONS, SessionBody, SessionRoutes, TurnBody

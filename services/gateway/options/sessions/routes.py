@@ -17,8 +17,7 @@ from services.gateway.adapters.http.openai.completions import CompletionDialect,
 from services.gateway.adapters.http.openapi import answers
 from services.gateway.core.request.inference import Inference
 from services.gateway.core.request.request import ClientRequest
-from services.gateway.options.option import Options
-from services.gateway.options.server_parts import RouteParts
+from services.gateway.options.option import Options, RouteParts
 from services.gateway.options.sessions.core.client_session import ClientSession
 from services.gateway.options.sessions.core.client_sessions import ClientSessions
 from services.gateway.options.sessions.core.turn import turn_of

@@ -12,9 +12,10 @@ from starlette.types import ASGIApp
 from services.common.errors import StepwellError
 from services.common.process.settings import FileItems, SettingError
 from services.common.redis.url import NEEDS_REDIS
+from services.gateway.adapters.grpc.message_stream import Context
 from services.gateway.adapters.telemetry.request_record import RequestRecord
 from services.gateway.core.request.generation import Generation
-from services.gateway.options.option import CallContext, Option, OptionParts
+from services.gateway.options.option import Option, OptionParts
 from services.gateway.options.tenants.core.limits.cached_estimate import CachedEstimate
 from services.gateway.options.tenants.core.limits.memory_limits import MemoryLimits
 from services.gateway.options.tenants.core.limits.tenant_limits import (
@@ -137,14 +138,12 @@ class Tenants(Option):
         )
 
     def admitted(
-        self, record: RequestRecord, context: CallContext | None
+        self, record: RequestRecord, context: Context | None
     ) -> AbstractAsyncContextManager[None] | None:
         return self._limited(record, context) if self._keys.needs_key else None
 
     @asynccontextmanager
-    async def _limited(
-        self, record: RequestRecord, context: CallContext | None
-    ) -> AsyncIterator[None]:
+    async def _limited(self, record: RequestRecord, context: Context | None) -> AsyncIterator[None]:
         """Counts a call towards its tenant's limits while the `async with` block runs. The trailing
         metadata of a successful call contains the remaining amounts of the limits.
         """

@@ -19,8 +19,7 @@ from services.gateway.adapters.http.exchange.route import Route
 from services.gateway.adapters.telemetry.request_record import RequestRecord
 from services.gateway.core.caller import Caller
 from services.gateway.core.request.generation import Usage
-from services.gateway.options.option import Option, OptionParts, Options
-from services.gateway.options.server_parts import RouteParts
+from services.gateway.options.option import Option, OptionParts, Options, RouteParts
 from services.gateway.options.viewer.activity.feed import ActivityFeed
 from services.gateway.options.viewer.activity.history import HistoryKeeper
 from services.gateway.options.viewer.activity.routes import ActivityRoutes

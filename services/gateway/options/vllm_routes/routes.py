@@ -6,8 +6,7 @@ from typing import ClassVar
 from pydantic import BaseModel
 
 from services.gateway.adapters.http.exchange.route import Route
-from services.gateway.options.option import Option, Options
-from services.gateway.options.server_parts import RouteParts
+from services.gateway.options.option import Option, Options, RouteParts
 from services.gateway.options.vllm_routes.ranking import routes as ranking
 from services.gateway.options.vllm_routes.tokens import routes as tokens
 

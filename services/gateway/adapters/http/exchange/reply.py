@@ -37,19 +37,13 @@ logger = logging.getLogger(__name__)
 
 
 class RequestHooks(Protocol):
-    """The hooks of the gateway's options in requests that run the model."""
+    """The methods of `Option` that are called for requests that run the model."""
 
-    def needs_room(self, headers: Mapping[str, str], caller: Caller) -> bool:
-        """Whether a request needs room at a replica. A request whose answer already exists needs
-        none. Header names are in lower case. Raises InvalidArgument for an invalid header.
-        """
+    def needs_room(self, headers: Mapping[str, str], caller: Caller) -> bool: ...
 
     async def before_queue(
         self, generation: Generation, record: RequestRecord, api: str
-    ) -> Generation:
-        """Called for a checked request before its sequences are queued. Returns the Generation to
-        run. `api` is the kind of answer. The call is cancelled at the request's deadline.
-        """
+    ) -> Generation: ...
 
 
 @dataclass(frozen=True, slots=True)
