@@ -2,12 +2,11 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
 
 import grpc
 from stepwell.common.v1 import metrics_pb2, metrics_pb2_grpc
 
-from services.common.rpc.server import GrpcServer
+from services.common.rpc.server import Context, GrpcServer
 from services.common.telemetry.exposition import Exposition, is_exposition
 
 COLLECT_TIMEOUT_SECONDS = 1.0
@@ -16,15 +15,13 @@ COLLECT_TIMEOUT_SECONDS = 1.0
 Collect = Callable[[Mapping[str, str], bool], Awaitable[bytes]]
 """Returns metrics as text. The arguments are labels to add, and whether to include exemplars."""
 
-_Context = grpc.aio.ServicerContext[Any, Any]
-
 
 class MetricsServicer(metrics_pb2_grpc.MetricsServicer):
     def __init__(self, collect: Collect) -> None:
         self._collect = collect
 
     async def Collect(
-        self, request: metrics_pb2.CollectRequest, context: _Context
+        self, request: metrics_pb2.CollectRequest, context: Context
     ) -> metrics_pb2.CollectResponse:
         labels = {label.key: label.value for label in request.labels}
         text = await self._collect(labels, request.exemplars)

@@ -11,6 +11,7 @@ from google.protobuf.wrappers_pb2 import BytesValue
 from stepwell.gateway.v1 import gateway_pb2_grpc
 
 from services.common.errors import Aborted
+from services.common.rpc.server import Context
 from services.gateway.adapters.access import Access
 from services.gateway.adapters.grpc.call_records import metadata_of
 from services.gateway.adapters.grpc.inference_servicer import (
@@ -26,7 +27,6 @@ from services.gateway.adapters.grpc.request_interceptor import (
 )
 from services.gateway.core.request.inference import Inference
 
-Context = grpc.aio.ServicerContext[Any, Any]
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 
 _LIST_MODELS = f"{METHOD_PREFIX}ListModels"

@@ -23,11 +23,12 @@ from pydantic import BaseModel
 from starlette.types import ASGIApp
 
 from services.common.errors import StepwellError
+from services.common.rpc.server import Context
 from services.common.telemetry.metric_specs.spec import MetricSpec
 from services.common.telemetry.tracing import Tracing
 from services.gateway.adapters.access import Access
 from services.gateway.adapters.grpc.call_records import CallRecords
-from services.gateway.adapters.grpc.message_stream import AnswerStreams, Context
+from services.gateway.adapters.grpc.message_stream import AnswerStreams
 from services.gateway.adapters.http.clients.generation_routes import GenerationRoutes
 from services.gateway.adapters.http.exchange.parse import BodyReader
 from services.gateway.adapters.http.exchange.route import RequestHeader, Route

@@ -4,9 +4,8 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import grpc
 from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
 
 from services.common.errors import InvalidArgument
@@ -19,6 +18,7 @@ from services.common.pool.operations_proto import (
     outcome_to_proto,
 )
 from services.common.rpc.protocol import own_release, require_same_protocol
+from services.common.rpc.server import Context
 from services.common.telemetry.tracing import Tracing
 from services.kvpool.adapters import converters
 from services.kvpool.adapters.event_feed import EventFeed
@@ -97,7 +97,6 @@ pool's scheduler must open a stream. Otherwise another scheduler may take over t
 MAX_CELLS = 65_536
 """Limit on the number of cells in a block map. GetBlocks rejects larger values."""
 
-Context = grpc.aio.ServicerContext[Any, Any]
 Host = PoolHost[kvpool_pb2.TransactResponse]
 
 

@@ -3,12 +3,12 @@
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 from urllib.parse import unquote
 
 import grpc
 
 from services.common.errors import StepwellError
+from services.common.rpc.server import Context
 from services.common.rpc.status import status_code
 from services.gateway.adapters.telemetry.request_record import (
     CALL_RECORD,
@@ -20,8 +20,6 @@ from services.gateway.adapters.telemetry.request_record import (
     is_failure,
 )
 from services.gateway.adapters.telemetry.request_recorder import RequestRecorder
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class CallRecords:

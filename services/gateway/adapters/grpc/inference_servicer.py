@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from typing import Any
 
 import grpc
 from google.protobuf.message import Message
@@ -12,6 +11,7 @@ from stepwell.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 from services.common.errors import InvalidArgument
 from services.common.request.pooling import PoolingParams
 from services.common.request.sampling import SamplingParams
+from services.common.rpc.server import Context
 from services.common.telemetry import names
 from services.gateway.adapters.access import CALLER
 from services.gateway.adapters.grpc.generate_requests import (
@@ -37,8 +37,6 @@ from services.gateway.core.request.request_check import check_request_id
 from services.gateway.core.request.vectors import numbers
 from services.gateway.core.traces.timeline import Part
 from services.gateway.options.option import Options, StreamCall
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 _EMBED_API = "embd"
 METHOD_PREFIX = "/stepwell.gateway.v1.Inference/"

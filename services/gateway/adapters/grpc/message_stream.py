@@ -5,12 +5,12 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
-from typing import Any, Self
+from typing import Self
 
-import grpc
 from google.protobuf.message import Message
 
 from services.common.errors import Aborted
+from services.common.rpc.server import Context
 from services.gateway.adapters.telemetry.metrics import Metrics
 from services.gateway.adapters.telemetry.observation import Observation
 from services.gateway.adapters.telemetry.request_record import RequestRecord
@@ -79,8 +79,6 @@ class StreamReaderTimeout:
         with suppress(Aborted):
             await self._work.__aexit__(Aborted, error, None)
 
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 logger = logging.getLogger(__name__)
 

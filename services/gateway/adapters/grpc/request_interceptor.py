@@ -10,6 +10,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from services.common.errors import InvalidArgument, ResourceExhausted
+from services.common.rpc.server import Context
 from services.gateway.adapters.access import CALLER
 from services.gateway.adapters.grpc.call_records import CallRecords, metadata_of
 from services.gateway.adapters.grpc.proto_meter import MessageReaders, check_message
@@ -22,8 +23,6 @@ from services.gateway.options.option import Options
 
 _HEALTH = "/grpc.health.v1.Health/"
 _MAX_OTHER_STREAMS = 64
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RequestInterceptor(grpc.aio.ServerInterceptor):

@@ -5,12 +5,11 @@ session is a separate request.
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from typing import Any
 
-import grpc
 from stepwell.gateway.v1 import gateway_pb2
 
 from services.common.errors import InvalidArgument, StepwellError
+from services.common.rpc.server import Context
 from services.common.telemetry import names
 from services.gateway.adapters.access import CALLER
 from services.gateway.adapters.grpc.generate_requests import (
@@ -26,8 +25,6 @@ from services.gateway.options.sessions.core.client_sessions import ClientSession
 from services.gateway.options.sessions.core.turn import turn_of
 
 GENERATE_SESSION = "GenerateSession"
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class SessionCalls:

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp
 from services.common.errors import StepwellError
 from services.common.process.settings import FileItems, SettingError
 from services.common.redis.url import NEEDS_REDIS
-from services.gateway.adapters.grpc.message_stream import Context
+from services.common.rpc.server import Context
 from services.gateway.adapters.telemetry.request_record import RequestRecord
 from services.gateway.core.request.generation import Generation
 from services.gateway.options.option import Option, OptionParts

@@ -2,14 +2,13 @@
 
 import logging
 from dataclasses import dataclass
-from typing import Any
 
-import grpc
 from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 from services.common.errors import InvalidArgument
 from services.common.replica.messages import pause_mode_from_proto
 from services.common.request.messages import adapter_from_proto
+from services.common.rpc.server import Context
 from services.scheduler.adapters.gateways.readiness import ReplicaReadiness
 from services.scheduler.adapters.gateways.sessions import Sessions
 from services.scheduler.adapters.gateways.submitter import RequestSubmitter
@@ -17,8 +16,6 @@ from services.scheduler.adapters.workers.adapter_loader import AdapterLoader
 from services.scheduler.core.engine.engine_core import EngineCore
 
 logger = logging.getLogger(__name__)
-
-_Context = grpc.aio.ServicerContext[Any, Any]
 
 
 @dataclass(eq=False)
@@ -32,7 +29,7 @@ class SchedulerAdminServicer(scheduler_pb2_grpc.SchedulerAdminServicer):
     adapters: AdapterLoader
 
     async def Abort(
-        self, request: scheduler_pb2.AbortRequest, context: _Context
+        self, request: scheduler_pb2.AbortRequest, context: Context
     ) -> scheduler_pb2.AbortResponse:
         found = self.sessions.find(request.request_ids)
         for one in found:
@@ -41,7 +38,7 @@ class SchedulerAdminServicer(scheduler_pb2_grpc.SchedulerAdminServicer):
         return scheduler_pb2.AbortResponse(num_aborted=len(found))
 
     async def Pause(
-        self, request: scheduler_pb2.PauseRequest, context: _Context
+        self, request: scheduler_pb2.PauseRequest, context: Context
     ) -> scheduler_pb2.PauseResponse:
         mode = pause_mode_from_proto(request.mode)
         if mode is None:
@@ -53,14 +50,14 @@ class SchedulerAdminServicer(scheduler_pb2_grpc.SchedulerAdminServicer):
         return scheduler_pb2.PauseResponse()
 
     async def Resume(
-        self, request: scheduler_pb2.ResumeRequest, context: _Context
+        self, request: scheduler_pb2.ResumeRequest, context: Context
     ) -> scheduler_pb2.ResumeResponse:
         logger.info("an operator resumes the engine")
         await self.engine.resume()
         return scheduler_pb2.ResumeResponse()
 
     async def ResetPrefixCache(
-        self, request: scheduler_pb2.ResetPrefixCacheRequest, context: _Context
+        self, request: scheduler_pb2.ResetPrefixCacheRequest, context: Context
     ) -> scheduler_pb2.ResetPrefixCacheResponse:
         logger.info("an operator resets the prefix cache")
         await self.engine.reset_prefix_cache(
@@ -69,21 +66,21 @@ class SchedulerAdminServicer(scheduler_pb2_grpc.SchedulerAdminServicer):
         return scheduler_pb2.ResetPrefixCacheResponse()
 
     async def LoadAdapter(
-        self, request: scheduler_pb2.LoadAdapterRequest, context: _Context
+        self, request: scheduler_pb2.LoadAdapterRequest, context: Context
     ) -> scheduler_pb2.LoadAdapterResponse:
         logger.info("an operator loads the adapter %s", request.adapter.name)
         await self.adapters.load(adapter_from_proto(request.adapter))
         return scheduler_pb2.LoadAdapterResponse()
 
     async def Drain(
-        self, request: scheduler_pb2.DrainRequest, context: _Context
+        self, request: scheduler_pb2.DrainRequest, context: Context
     ) -> scheduler_pb2.DrainResponse:
         logger.info("an operator drains this replica")
         self._set_drained(True)
         return scheduler_pb2.DrainResponse(num_unfinished=len(self.engine.unfinished))
 
     async def Undrain(
-        self, request: scheduler_pb2.UndrainRequest, context: _Context
+        self, request: scheduler_pb2.UndrainRequest, context: Context
     ) -> scheduler_pb2.UndrainResponse:
         logger.info("an operator ends the drain of this replica")
         self._set_drained(False)

@@ -4,15 +4,14 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any
 
-import grpc
 from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 from services.common.errors import InvalidArgument, StepwellError
 from services.common.request.finish import FinishReason
 from services.common.request.program import MAX_TOOL_BYTES
 from services.common.rpc.protocol import require_same_protocol
+from services.common.rpc.server import Context
 from services.common.telemetry.span_collector import SpanCollector
 from services.common.telemetry.span_encoding import encoded_spans
 from services.scheduler.adapters.gateways.gateway_session import GatewaySession, StreamWriter
@@ -27,8 +26,6 @@ MAX_RUNNING_REQUESTS = 64
 """Limit on the number of running requests whose spans a call may request."""
 
 logger = logging.getLogger(__name__)
-
-_Context = grpc.aio.ServicerContext[Any, Any]
 
 
 @dataclass(eq=False)
@@ -47,7 +44,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     )
 
     async def Session(
-        self, request_iterator: AsyncIterator[scheduler_pb2.SessionRequest], context: _Context
+        self, request_iterator: AsyncIterator[scheduler_pb2.SessionRequest], context: Context
     ) -> AsyncIterator[scheduler_pb2.SessionResponse]:
         first = await anext(request_iterator, None)
         if first is None or first.WhichOneof("message") != "open":
@@ -89,14 +86,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             )
 
     async def GetStats(
-        self, request: scheduler_pb2.GetStatsRequest, context: _Context
+        self, request: scheduler_pb2.GetStatsRequest, context: Context
     ) -> scheduler_pb2.GetStatsResponse:
         message = self.statistics.message()
         message.drained = self.submitter.is_drained
         return message
 
     async def GetActivity(
-        self, request: scheduler_pb2.GetActivityRequest, context: _Context
+        self, request: scheduler_pb2.GetActivityRequest, context: Context
     ) -> scheduler_pb2.GetActivityResponse:
         if request.max_cells > MAX_CELLS:
             raise InvalidArgument(f"max_cells must be at most {MAX_CELLS}", field="max_cells")
@@ -105,7 +102,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         return message
 
     async def GetRunningSpans(
-        self, request: scheduler_pb2.GetRunningSpansRequest, context: _Context
+        self, request: scheduler_pb2.GetRunningSpansRequest, context: Context
     ) -> scheduler_pb2.GetRunningSpansResponse:
         if len(request.requests) > MAX_RUNNING_REQUESTS:
             raise InvalidArgument(

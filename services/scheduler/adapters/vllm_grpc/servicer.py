@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import grpc
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2, vllm_engine_pb2_grpc
@@ -14,6 +14,7 @@ from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common.errors import FailedPrecondition, StepwellError
 from services.common.process.logs import REQUEST_FIELDS
+from services.common.rpc.server import Context
 from services.common.telemetry.trace_context import parse_traceparent
 from services.scheduler.adapters.gateways.gateway_session import GatewaySession
 from services.scheduler.adapters.gateways.sessions import Sessions
@@ -26,8 +27,6 @@ from services.scheduler.adapters.vllm_grpc.requests import GenerateConverter, wi
 from services.scheduler.core.engine.engine_core import EngineCore
 
 _IDLE_POLL_SECONDS = 0.01
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 @dataclass(eq=False)

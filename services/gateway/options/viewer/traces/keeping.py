@@ -1,9 +1,7 @@
 """Stores the gateway's own spans, and spans that it receives from other services over OTLP."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
-import grpc
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.common.v1 import common_pb2
@@ -12,14 +10,13 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.trace import SpanKind
 
+from services.common.rpc.server import Context
 from services.common.telemetry import names
 from services.gateway.adapters.telemetry.request_record import KeptFor
 from services.gateway.options.viewer.core.trace_store import SpanRole, StoredSpan, TraceStore
 
 _SERVICE_NAME = "service.name"
 _WANTED = {KeptFor.FAILED.value, KeptFor.SLOW.value, KeptFor.SLOWEST.value}
-
-_Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class TraceServicer(trace_service_pb2_grpc.TraceServiceServicer):
@@ -29,7 +26,7 @@ class TraceServicer(trace_service_pb2_grpc.TraceServiceServicer):
         self._store = store
 
     async def Export(  # noqa: N802 - the contract's name
-        self, request: trace_service_pb2.ExportTraceServiceRequest, _context: _Context
+        self, request: trace_service_pb2.ExportTraceServiceRequest, _context: Context
     ) -> trace_service_pb2.ExportTraceServiceResponse:
         keep(self._store, request.resource_spans, is_own=False)
         return trace_service_pb2.ExportTraceServiceResponse()
