@@ -8,8 +8,8 @@ import numpy as np
 
 from benchmarks.accuracy.real import Answered
 from services.cli.profile.fit import least_squares
+from services.worker.backends.arrays import Float64Array
 from services.worker.core.step_times import ServingCosts, StepTimes
-from services.worker.sampling.arrays import Float64Array
 
 
 @dataclass(frozen=True, slots=True)

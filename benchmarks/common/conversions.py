@@ -16,9 +16,9 @@ from services.scheduler.core.kv_transfer import (
 )
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.request import Request
+from services.worker.backends.arrays import Int32Array
 from services.worker.core.step import (
     AppendedBlocks,
-    Int32Array,
     NewRequest,
     StepInput,
     StepOutput,

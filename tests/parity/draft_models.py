@@ -8,10 +8,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from services.worker.backends.arrays import Int32Array
 from services.worker.core.batch.input_batch import InputBatch
 from services.worker.core.drafts.draft_source import DraftSource, WantedDrafts
 from services.worker.core.model_runner import ModelRunner
-from services.worker.core.step import Int32Array, NewRequest, StepInput
+from services.worker.core.step import NewRequest, StepInput
 from services.worker.core.worker import Worker
 
 

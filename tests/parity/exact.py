@@ -12,12 +12,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from services.worker.backends.attention import (
-    Int32Array,
-    LayerAttention,
-    PagedAttention,
-    StepLayout,
-)
+from services.worker.backends.arrays import Int32Array
+from services.worker.backends.attention import LayerAttention, PagedAttention, StepLayout
 from services.worker.backends.choices import KernelsSetting, KVCacheDtype
 from services.worker.backends.lora import LoraRows
 from services.worker.backends.ranks import ALONE, Ranks

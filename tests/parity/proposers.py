@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from services.worker.speculation.proposer import Int32Array
+from services.worker.backends.arrays import Int32Array
 from tests.tiny_models import VOCAB_SIZE
 
 

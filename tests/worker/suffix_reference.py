@@ -8,13 +8,14 @@ from functools import cache
 
 import pytest
 
+from services.worker.backends.arrays import Int32Array
 from services.worker.backends.native.compiled import (
     NotCompiled,
     default_cache_directory,
     load_compiled,
 )
 from services.worker.backends.native.suffix_decoding import MAX_RESPONSE_BYTES, NativeSuffixDecoding
-from services.worker.backends.suffix_decoding import Int32Array, SuffixRules
+from services.worker.backends.suffix_decoding import SuffixRules
 
 Tokens = list[int]
 RULES = SuffixRules(

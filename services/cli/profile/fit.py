@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from services.worker.backends.arrays import Float64Array, Int32Array
 from services.worker.core.step_times import StepCosts, StepTimes, curve_value, num_contexts
-from services.worker.sampling.arrays import Float64Array, Int32Array
 
 _HELD_OUT = 5
 """One of this many measurements is left out of the fit, and shows the fit's error."""

@@ -7,9 +7,9 @@ import numpy as np
 
 from services.cli.profile.fit import Measurement
 from services.common.request.sampling import SamplingParams
+from services.worker.backends.arrays import Int32Array
 from services.worker.core.step import NewRequest, StepInput
 from services.worker.core.worker import StepRunner
-from services.worker.sampling.arrays import Int32Array
 
 _GREEDY = SamplingParams(temperature=0)
 _LEAST_RUNS, _MOST_RUNS = 3, 31

@@ -5,8 +5,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from services.worker.backends.arrays import Int32Array
 from services.worker.core.kv.load_thread import IDLE_WAIT_SECONDS
-from services.worker.core.step import EndedTierLoad, Int32Array, TierBlocks, TierLoad
+from services.worker.core.step import EndedTierLoad, TierBlocks, TierLoad
 
 _LOAD_SECONDS = 0.02, 0.3
 """Limits in seconds, one of which is drawn at random for each load's time."""

@@ -17,6 +17,7 @@ from services.common.request.messages import (
     sampling_from_proto,
 )
 from services.common.rpc.protocol import own_release
+from services.worker.backends.arrays import Int32Array
 from services.worker.core import step
 from services.worker.core.errors import InvalidStep
 from services.worker.core.worker import WorkerDescription
@@ -171,7 +172,7 @@ def _logprobs(rows: LogprobRows | None) -> common_pb2.Logprobs | None:
     )
 
 
-def _array(packed: bytes, field: str) -> step.Int32Array:
+def _array(packed: bytes, field: str) -> Int32Array:
     if not packed:
         return _NO_INTS
     if len(packed) % _INT32_BYTES:
@@ -180,5 +181,5 @@ def _array(packed: bytes, field: str) -> step.Int32Array:
     return array if sys.byteorder == "little" else array.astype(np.int32)
 
 
-def _packed(values: step.Int32Array) -> bytes:
+def _packed(values: Int32Array) -> bytes:
     return values.astype(_INT32, copy=False).tobytes()

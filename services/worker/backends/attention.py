@@ -13,14 +13,11 @@ from itertools import zip_longest
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from services.worker.backends.arrays import Int32Array, Int64Array
 from services.worker.backends.choices import KVCacheDtype
 from services.worker.backends.kv_codes import bytes_of_head
-
-Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
 
 CPU = torch.device("cpu")
 

@@ -18,9 +18,9 @@ from typing import Any, Protocol, cast
 import numpy as np
 import torch
 
+from services.worker.backends.arrays import Int32Array
 from services.worker.backends.attention import (
     AttentionShape,
-    Int32Array,
     LayerAttention,
     PagedAttention,
     StateLayer,

@@ -5,13 +5,10 @@ A and B of the adapter that the row's request uses (Hu et al., LoRA).
 from dataclasses import dataclass, fields
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
+from services.worker.backends.arrays import Int32Array
 from services.worker.backends.device import Device
-
-Int32Array = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)

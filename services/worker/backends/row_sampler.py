@@ -3,8 +3,14 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
+from services.worker.backends.arrays import (
+    BoolArray,
+    Float32Array,
+    Float64Array,
+    Int32Array,
+    Int64Array,
+    UInt64Array,
+)
 
 UNUSABLE = -1
 """Returned in place of a token if the row contains NaN, or if its largest logit is not finite."""
@@ -21,11 +27,11 @@ class RowParameters:
     `seeds`: uint64 [R]. `positions`, int64 [R]: positions of the tokens in their sequences.
     """
 
-    values: npt.NDArray[np.float64]
-    seeds: npt.NDArray[np.uint64]
-    positions: npt.NDArray[np.int64]
+    values: Float64Array
+    seeds: UInt64Array
+    positions: Int64Array
 
-    def of(self, rows: npt.NDArray[np.int64]) -> "RowParameters":
+    def of(self, rows: Int64Array) -> "RowParameters":
         return RowParameters(self.values.take(rows, 1), self.seeds[rows], self.positions[rows])
 
 
@@ -37,10 +43,10 @@ class RowMasks:
     banned. `rows`, int64 [R]: indexes in `words`, or -1 if all tokens are allowed.
     """
 
-    words: npt.NDArray[np.int32]
-    rows: npt.NDArray[np.int64]
+    words: Int32Array
+    rows: Int64Array
 
-    def of(self, rows: npt.NDArray[np.int64]) -> "RowMasks":
+    def of(self, rows: Int64Array) -> "RowMasks":
         return RowMasks(self.words, self.rows[rows])
 
 
@@ -56,20 +62,16 @@ class RowSampler(Protocol):
 
     def sample(
         self,
-        logits: npt.NDArray[np.float32],
-        rows: npt.NDArray[np.int64],
+        logits: Float32Array,
+        rows: Int64Array,
         parameters: RowParameters,
         masks: RowMasks | None = None,
-    ) -> npt.NDArray[np.int64]:
+    ) -> Int64Array:
         """Returns a token for each row, or UNUSABLE or REFUSED in place of a token."""
 
     def copy(
-        self,
-        logits: npt.NDArray[np.float32],
-        rows: npt.NDArray[np.int64],
-        masks: RowMasks | None,
-        copies: npt.NDArray[np.float32],
-    ) -> npt.NDArray[np.bool_]:
+        self, logits: Float32Array, rows: Int64Array, masks: RowMasks | None, copies: Float32Array
+    ) -> BoolArray:
         """Copies the rows to `copies` [R, V], with minus infinity for banned tokens. Returns
         whether each row would have a token to sample without its mask.
         """

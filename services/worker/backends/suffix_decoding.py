@@ -4,10 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
-Int32Array = npt.NDArray[np.int32]
+from services.worker.backends.arrays import Int32Array
 
 
 @dataclass(frozen=True, slots=True)

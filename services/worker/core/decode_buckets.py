@@ -11,7 +11,8 @@ from typing import Protocol
 
 import torch
 
-from services.worker.backends.attention import Int64Array, LayerAttention, StepLayout
+from services.worker.backends.arrays import Int64Array
+from services.worker.backends.attention import LayerAttention, StepLayout
 from services.worker.backends.device import Device
 from services.worker.models.model import Model
 

@@ -17,7 +17,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from services.worker.backends.attention import Int64Array, PagedAttention
+from services.worker.backends.arrays import Int32Array, Int64Array
+from services.worker.backends.attention import PagedAttention
 from services.worker.backends.device import CpuDevice, Device
 from services.worker.backends.hybrid_cache import HybridCache
 from services.worker.backends.lora import PackedLora
@@ -36,7 +37,7 @@ from services.worker.core.lockstep import Lockstep
 from services.worker.core.pipeline import PipelineStage
 from services.worker.core.pooler import PromptPooler
 from services.worker.core.sampled import PendingOutput, Sampled
-from services.worker.core.step import Int32Array, StepInput, StepOutput
+from services.worker.core.step import StepInput, StepOutput
 from services.worker.core.step_sampler import StepSampler
 from services.worker.models.model import Model, wanted_rows
 from services.worker.sampling.grammar import Grammars

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 from services.common.request.pooling import Pooler, PoolingParams, PoolingTask, PoolingType
+from services.worker.backends.arrays import Float32Array, Float64Array, Int32Array, Int64Array
 from services.worker.core.batch.layout import StepTokens
 from services.worker.core.errors import InvalidStep
-from services.worker.core.step import Int32Array, StepInput, StepOutput, no_ints
+from services.worker.core.step import StepInput, StepOutput, no_ints
 from services.worker.models.pooling_config import Activation, PoolingConfig
-from services.worker.sampling.arrays import Float32Array, Float64Array, Int64Array
 
 _SMALLEST_NORM = 1e-12
 """The smallest norm by which a vector is divided, as in torch and sentence-transformers."""

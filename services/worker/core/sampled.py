@@ -6,8 +6,9 @@ from typing import Protocol
 
 import numpy as np
 
+from services.worker.backends.arrays import Int32Array
 from services.worker.core.batch.device_tokens import PendingTokens
-from services.worker.core.step import Int32Array, RequestLogprobs, StepInput, StepOutput, no_ints
+from services.worker.core.step import RequestLogprobs, StepInput, StepOutput, no_ints
 from services.worker.sampling.logprobs import LogprobRows
 from services.worker.sampling.sampler import SamplerOutput
 

@@ -8,14 +8,12 @@ from dataclasses import dataclass, field, fields
 from operator import attrgetter
 
 import numpy as np
-import numpy.typing as npt
 
 from services.common.request.pooling import PoolingParams
 from services.common.request.prompt_embeds import PromptEmbeds
 from services.common.request.sampling import SamplingParams
+from services.worker.backends.arrays import Float32Array, Int32Array
 from services.worker.sampling.logprobs import LogprobRows
-
-Int32Array = npt.NDArray[np.int32]
 
 
 def no_ints() -> Int32Array:
@@ -155,7 +153,7 @@ class StepOutput:
     """Maps requests to the index of their first sampled token that the grammar refused."""
     grammar_errors: dict[int, str] = field(default_factory=dict)
     """Maps requests to the reason why the request's grammar failed."""
-    pooled: dict[int, npt.NDArray[np.float32]] = field(default_factory=dict)
+    pooled: dict[int, Float32Array] = field(default_factory=dict)
     """Maps requests whose prompts this step completes to their pooled vectors."""
     waited_nanos: int = 0
     """The time that the step waited for the previous pipeline stage, in nanoseconds."""

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from services.worker.backends.arrays import Int32Array, Int64Array
 from services.worker.backends.device import Device
 from services.worker.backends.row_sampler import RowSampler
 from services.worker.core.batch.device_tokens import DeviceTokens, PendingTokens
 from services.worker.core.batch.input_batch import InputBatch
 from services.worker.core.batch.layout import SamplingRequests, StepTokens
 from services.worker.core.sampled import PendingOutput, Sampled, SampledOnDevice
-from services.worker.core.step import Int32Array, StepInput, StepOutput
-from services.worker.sampling.arrays import Int64Array
+from services.worker.core.step import StepInput, StepOutput
 from services.worker.sampling.grammar import Grammars
 from services.worker.sampling.logprobs import LogprobRows, logprob_rows
 from services.worker.sampling.sampler import Sampler, SamplerOutput

@@ -9,7 +9,7 @@ The coefficients are in profiles of the simulated device. `stepwell profile` fit
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 
-from services.worker.core.step import Int32Array
+from services.worker.backends.arrays import Int32Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

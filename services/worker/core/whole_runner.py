@@ -4,13 +4,13 @@ import numpy as np
 import torch
 
 from services.common.request.pooling import PoolingParams, PoolingTask, PoolingType
+from services.worker.backends.arrays import Float32Array, Float64Array
 from services.worker.core.batch.input_batch import BatchLimits, InputBatch
 from services.worker.core.batch.step_difference import apply_step
 from services.worker.core.errors import InvalidStep
 from services.worker.core.pooler import VectorEnd, pooled_output
 from services.worker.core.step import StepInput, StepOutput
 from services.worker.models.whole_model import WholeModel
-from services.worker.sampling.arrays import Float32Array, Float64Array
 
 
 class WholeRunner:

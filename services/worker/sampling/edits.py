@@ -10,7 +10,7 @@ import numpy as np
 
 from services.common.request.sampling import SamplingParams
 from services.common.request.thinking_budget import ThinkingBudget
-from services.worker.sampling.arrays import Float32Array, Int32Array
+from services.worker.backends.arrays import Float32Array, Int32Array
 from services.worker.sampling.filters import keep_only
 from services.worker.sampling.grammar import GrammarMask
 

@@ -7,7 +7,7 @@ machine, and backends/native/cpp/exact_math.h returns the same results.
 
 import numpy as np
 
-from services.worker.sampling.arrays import Float32Array, Float64Array
+from services.worker.backends.arrays import Float32Array, Float64Array
 
 _LOG2_OF_E = np.float32(1.44269504)
 _ROUNDER = np.float32(1.5 * 2**23)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from services.common.request.sampling import SamplingParams
-from services.worker.sampling.arrays import Float32Array, Float64Array, Int64Array
+from services.worker.backends.arrays import Float32Array, Float64Array, Int64Array
 from services.worker.sampling.exact_math import exponential
 
 _MOST_BITS_OF_MASS = 40

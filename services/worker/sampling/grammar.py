@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from services.common.errors import FailedPrecondition, InvalidArgument
 from services.common.request.structured_outputs import FIELD, KEPT_GRAMMARS, StructuredOutputs
-from services.worker.sampling.arrays import Int32Array
+from services.worker.backends.arrays import Int32Array
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

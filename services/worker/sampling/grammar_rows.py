@@ -3,8 +3,8 @@
 import numpy as np
 
 from services.common.request.sampling import SamplingParams
+from services.worker.backends.arrays import BoolArray, Int32Array, Int64Array
 from services.worker.backends.row_sampler import RowMasks
-from services.worker.sampling.arrays import BoolArray, Int32Array, Int64Array
 from services.worker.sampling.grammar import GrammarMask, Grammars
 
 

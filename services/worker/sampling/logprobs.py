@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.worker.sampling.arrays import Float32Array, Int32Array
+from services.worker.backends.arrays import Float32Array, Int32Array
 from services.worker.sampling.filters import best_token_ids
 
 

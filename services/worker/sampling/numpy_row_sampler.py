@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from services.worker.backends.arrays import BoolArray, Float32Array, Int64Array
 from services.worker.backends.row_sampler import REFUSED, UNUSABLE, RowMasks, RowParameters
-from services.worker.sampling.arrays import BoolArray, Float32Array, Int64Array
 from services.worker.sampling.filters import Filters, keep_only, kept_token_ids
 from services.worker.sampling.philox import SAMPLING_STREAM, random_states
 from services.worker.sampling.race import Race

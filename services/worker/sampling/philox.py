@@ -8,7 +8,7 @@ request draws the same tokens after a preemption.
 
 import numpy as np
 
-from services.worker.sampling.arrays import Int64Array, UInt32Array, UInt64Array
+from services.worker.backends.arrays import Int64Array, UInt32Array, UInt64Array
 
 _ROUNDS = 10
 _MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)

@@ -28,7 +28,7 @@ tokens.
 
 import numpy as np
 
-from services.worker.sampling.arrays import Float32Array, Float64Array, Int64Array, UInt64Array
+from services.worker.backends.arrays import Float32Array, Float64Array, Int64Array, UInt64Array
 from services.worker.sampling.exact_math import logarithm
 
 BLOCK_SIZE = 32

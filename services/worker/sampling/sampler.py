@@ -7,8 +7,7 @@ import numpy as np
 import torch
 
 from services.common.request.sampling import SamplingParams
-from services.worker.backends.row_sampler import REFUSED, UNUSABLE, RowParameters, RowSampler
-from services.worker.sampling.arrays import (
+from services.worker.backends.arrays import (
     BoolArray,
     Float32Array,
     Float64Array,
@@ -16,6 +15,7 @@ from services.worker.sampling.arrays import (
     Int64Array,
     UInt64Array,
 )
+from services.worker.backends.row_sampler import REFUSED, UNUSABLE, RowParameters, RowSampler
 from services.worker.sampling.edits import LogitEdit, logit_edits
 from services.worker.sampling.filters import NUM_ROW_VALUES, filter_values
 from services.worker.sampling.grammar import Grammars

@@ -10,8 +10,8 @@ index. If the token ends an n-gram that occurred before, it adds up to one entry
 
 from collections.abc import Sequence
 
+from services.worker.backends.arrays import Int32Array
 from services.worker.speculation.config import SpeculativeConfig
-from services.worker.speculation.proposer import Int32Array
 
 
 class NgramIndex:

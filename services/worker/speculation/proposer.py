@@ -3,10 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
-Int32Array = npt.NDArray[np.int32]
+from services.worker.backends.arrays import Int32Array
 
 
 class Proposer(Protocol):

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from services.worker.backends.arrays import Int32Array
 from services.worker.core.errors import InvalidStep
 from services.worker.core.model_runner import ModelRunner
 from services.worker.core.step import NewRequest, StepInput
-from services.worker.speculation.proposer import Int32Array
 from tests.tiny_models import save_tiny_model
 from tests.worker.runner_driver import GREEDY, build_runner, ints
 

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from services.worker.backends import attention
+from services.worker.backends.arrays import Int32Array
 from services.worker.backends.cuda.sub_chunks import bucket
 from services.worker.backends.cuda.xformers_calls import Call, DecodeCall, LayerKind
 from services.worker.backends.cuda.xformers_ops import (
@@ -103,7 +104,7 @@ class XformersPagedAttention:
         slots = [self._device.upload(layout.slot_mapping) for layout in layouts]
         return XformersStep(self, slots, parts)
 
-    def zero_blocks(self, block_ids: attention.Int32Array) -> None:
+    def zero_blocks(self, block_ids: Int32Array) -> None:
         cleared = self._device.upload(block_ids.astype(np.int64))
         for pool in self._pools:
             blocks = pool.view(2, self._shape.num_blocks, self._shape.block_size, *pool.shape[2:])

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.worker.backends.attention import Int32Array, Int64Array
+from services.worker.backends.arrays import Int32Array, Int64Array
 
 MOST_QUERIES = 16
 """Maximum number of queries in a lane of a causal call."""

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from services.worker.backends.attention import Int32Array, StepLayout
+from services.worker.backends.arrays import Int32Array
+from services.worker.backends.attention import StepLayout
 from services.worker.backends.cuda import sub_chunks
 from services.worker.backends.cuda.sub_chunks import KeyRanges, seen_by_all
 from services.worker.backends.cuda.xformers_ops import FLASH, Bias, PagedOps

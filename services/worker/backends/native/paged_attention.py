@@ -12,13 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.worker.backends.attention import (
-    AttentionLayer,
-    AttentionShape,
-    Int32Array,
-    Rotation,
-    StepLayout,
-)
+from services.worker.backends.arrays import Int32Array
+from services.worker.backends.attention import AttentionLayer, AttentionShape, Rotation, StepLayout
 from services.worker.backends.native import library
 from services.worker.backends.native.large_pages import LargePages
 from services.worker.backends.native.library import address

@@ -3,8 +3,8 @@
 import ctypes
 
 import numpy as np
-import numpy.typing as npt
 
+from services.worker.backends.arrays import BoolArray, Float32Array, Int64Array
 from services.worker.backends.native import library as native
 from services.worker.backends.native.library import NativeLogitRows, NativeRowMasks, address
 from services.worker.backends.row_sampler import RowMasks, RowParameters
@@ -20,11 +20,11 @@ class NativeRowSampler:
 
     def sample(
         self,
-        logits: npt.NDArray[np.float32],
-        rows: npt.NDArray[np.int64],
+        logits: Float32Array,
+        rows: Int64Array,
         parameters: RowParameters,
         masks: RowMasks | None = None,
-    ) -> npt.NDArray[np.int64]:
+    ) -> Int64Array:
         num_values, num_known = len(parameters.values), self._functions.num_row_values
         if num_values != num_known:
             raise ValueError(f"a row has {num_values} values, but compiled code reads {num_known}")
@@ -38,12 +38,8 @@ class NativeRowSampler:
         return token_ids
 
     def copy(
-        self,
-        logits: npt.NDArray[np.float32],
-        rows: npt.NDArray[np.int64],
-        masks: RowMasks | None,
-        copies: npt.NDArray[np.float32],
-    ) -> npt.NDArray[np.bool_]:
+        self, logits: Float32Array, rows: Int64Array, masks: RowMasks | None, copies: Float32Array
+    ) -> BoolArray:
         usable = np.empty(len(rows), np.bool_)
         self._functions.copy_rows(
             _logit_rows(logits, rows), _row_masks(masks), address(copies), address(usable)
@@ -51,7 +47,7 @@ class NativeRowSampler:
         return usable
 
 
-def _logit_rows(logits: npt.NDArray[np.float32], rows: npt.NDArray[np.int64]) -> NativeLogitRows:
+def _logit_rows(logits: Float32Array, rows: Int64Array) -> NativeLogitRows:
     stride, size = logits.strides[0] // logits.itemsize, logits.shape[1]
     return NativeLogitRows(address(logits), stride, size, address(rows), len(rows))
 

@@ -3,8 +3,9 @@
 import ctypes
 import weakref
 
+from services.worker.backends.arrays import Int32Array
 from services.worker.backends.native.library import NativeSuffixSettings, SuffixFunctions, address
-from services.worker.backends.suffix_decoding import Int32Array, SuffixRules
+from services.worker.backends.suffix_decoding import SuffixRules
 
 MAX_RESPONSE_BYTES = 256 << 20
 """Maximum memory of all trees of responses. It suffices for half a million tokens of text that

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.worker.backends.attention import Int32Array, Int64Array
+from services.worker.backends.arrays import Int32Array, Int64Array
 
 GRANULE = 64
 LENGTHS = np.array((64, 128, 192, 256, 384, 512))

@@ -37,6 +37,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from services.worker.backends import attention
+from services.worker.backends.arrays import Int32Array
 from services.worker.backends.device import CpuDevice, Device
 from services.worker.backends.kv_codes import coded, decoded
 from services.worker.backends.torch.attend import MOST_ROWS, attend, rotate, row_multiple
@@ -111,7 +112,7 @@ class TorchPagedAttention:
         slots = self._device.upload(layout.slot_mapping)
         return _GroupStep(slots, self._opened_blocks(layout), groups, chunks)
 
-    def zero_blocks(self, block_ids: attention.Int32Array) -> None:
+    def zero_blocks(self, block_ids: Int32Array) -> None:
         cleared = self._device.upload(block_ids.astype(np.int64))
         for pages in self.pages:
             pages.index_fill_(1, cleared, 0)

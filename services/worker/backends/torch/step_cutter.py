@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from services.worker.backends.attention import AttentionShape, Int32Array, Int64Array, StepLayout
+from services.worker.backends.arrays import Int32Array, Int64Array
+from services.worker.backends.attention import AttentionShape, StepLayout
 from services.worker.backends.device import Device
 from services.worker.backends.torch.attend import MOST_ROWS
 from services.worker.backends.torch.key_ranges import KeyRanges, Run

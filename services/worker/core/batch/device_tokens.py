@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from services.worker.backends.arrays import Int32Array, Int64Array
 from services.worker.backends.device import Device, Download
 from services.worker.backends.row_sampler import UNUSABLE
 from services.worker.core.batch.layout import StepTokens
 from services.worker.core.errors import InvalidStep
-from services.worker.core.step import Int32Array, StepInput, no_ints
-from services.worker.sampling.arrays import Int64Array
+from services.worker.core.step import StepInput, no_ints
 from services.worker.sampling.device_logprobs import PendingLogprobs, logprobs_on_device
 from services.worker.sampling.device_sampler import sample_on_device
 from services.worker.sampling.sampler import SamplerOutput, SamplingMetadata

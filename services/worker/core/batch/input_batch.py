@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from services.common.request.sampling import SamplingParams
-from services.worker.backends.attention import Int64Array
+from services.worker.backends.arrays import Int32Array, Int64Array
 from services.worker.core.errors import InvalidStep
-from services.worker.core.step import Int32Array, NewRequest, StepInput
+from services.worker.core.step import NewRequest, StepInput
 
 
 @dataclass(frozen=True, slots=True)

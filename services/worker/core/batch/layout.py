@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.worker.backends.attention import Int32Array, Int64Array, StepLayout
+from services.worker.backends.arrays import Int32Array, Int64Array
+from services.worker.backends.attention import StepLayout
 from services.worker.core.batch.input_batch import InputBatch
 from services.worker.core.step import StepInput
 

@@ -4,9 +4,10 @@ from collections.abc import Set as AbstractSet
 
 import numpy as np
 
+from services.worker.backends.arrays import Int32Array
 from services.worker.core.batch.input_batch import InputBatch
 from services.worker.core.errors import InvalidStep
-from services.worker.core.step import AppendedBlocks, Int32Array, NewRequest, StepInput
+from services.worker.core.step import AppendedBlocks, NewRequest, StepInput
 
 PROPOSED_HERE = -1
 """In place of a token id: the worker must propose this draft itself."""

@@ -26,14 +26,14 @@ slots. Here they are proposed at the beginning of the step that verifies them.
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from services.worker.backends.arrays import BoolArray, Int32Array
 from services.worker.backends.attention import PagedAttention
 from services.worker.core.batch.input_batch import BatchLimits, InputBatch
 from services.worker.core.batch.layout import lay_out
 from services.worker.core.drafts.draft_source import DraftSource, WantedDrafts
-from services.worker.core.step import Int32Array, StepInput
+from services.worker.core.step import StepInput
 from services.worker.models.model import Model
 
 
@@ -166,7 +166,7 @@ class DraftModel(DraftSource):
         rows: Int32Array,
         starts: Int32Array,
         ends: Int32Array,
-        samples: npt.NDArray[np.bool_],
+        samples: BoolArray,
     ) -> Int32Array:
         """Runs the draft model once over tokens `starts` to `ends` of each request. Returns the
         most likely next token of each request for which `samples` is true.

@@ -5,9 +5,10 @@ proposes drafts for all requests of a step.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from services.worker.backends.arrays import Int32Array
 from services.worker.backends.suffix_decoding import SuffixDecoding
 from services.worker.core.batch.input_batch import InputBatch
-from services.worker.core.step import Int32Array, NewRequest, StepInput
+from services.worker.core.step import NewRequest, StepInput
 from services.worker.speculation.proposer import Proposer
 
 

@@ -11,11 +11,12 @@ from itertools import chain
 
 import numpy as np
 
+from services.worker.backends.arrays import Int32Array
 from services.worker.core.batch.input_batch import InputBatch
 from services.worker.core.batch.layout import StepTokens
 from services.worker.core.batch.step_difference import PROPOSED_HERE
 from services.worker.core.drafts.draft_source import DraftSource, WantedDrafts
-from services.worker.core.step import Int32Array, StepInput, no_ints
+from services.worker.core.step import StepInput, no_ints
 
 _MOST_EMPTY = 2
 """After this many steps in a row with only rejected drafts, a request gets fewer drafts."""

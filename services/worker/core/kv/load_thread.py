@@ -4,7 +4,8 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 
-from services.worker.core.step import EndedTierLoad, Int32Array, TierBlocks, TierLoad
+from services.worker.backends.arrays import Int32Array
+from services.worker.core.step import EndedTierLoad, TierBlocks, TierLoad
 
 IDLE_WAIT_SECONDS = 0.005
 """Maximum time that a step without tokens waits for a load to end. Without this wait, repeated

@@ -15,11 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from services.worker.backends.arrays import Float32Array, UInt8Array
 from services.worker.backends.quantized import QuantizedWeight
 from services.worker.models.suitability.gguf_tensors import BLOCK_SIZES, read_gguf_tensors
-
-Bytes = npt.NDArray[np.uint8]
-Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +25,8 @@ class _Numbers:
     """Numbers of n blocks: codes [n, block size], scales and offsets [n, groups in a block]."""
 
     codes: npt.NDArray[np.int8]
-    scales: Floats
-    offsets: Floats | None = None
+    scales: Float32Array
+    offsets: Float32Array | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +36,19 @@ class BlockType:
     size: int
     num_bytes: int
     bits: int
-    read: Callable[[Bytes], _Numbers]
+    read: Callable[[UInt8Array], _Numbers]
 
 
-def _q4_0(blocks: Bytes) -> _Numbers:
+def _q4_0(blocks: UInt8Array) -> _Numbers:
     codes = np.concatenate((blocks[:, 2:] & 15, blocks[:, 2:] >> 4), axis=1)
     return _Numbers(codes.astype(np.int8) - 8, _halves(blocks[:, :2]))
 
 
-def _q8_0(blocks: Bytes) -> _Numbers:
+def _q8_0(blocks: UInt8Array) -> _Numbers:
     return _Numbers(blocks[:, 2:].view(np.int8), _halves(blocks[:, :2]))
 
 
-def _q4_k(blocks: Bytes) -> _Numbers:
+def _q4_k(blocks: UInt8Array) -> _Numbers:
     """Each group's scale and minimum have six bits. For the first four groups, these are the low
     six bits of bytes 4 to 11. For the last four groups, the low four bits are in bytes 12 to 15,
     and the high two bits are the remaining bits of bytes 4 to 11.
@@ -66,7 +64,7 @@ def _q4_k(blocks: Bytes) -> _Numbers:
     return _Numbers(signed, of_groups, 8 * of_groups - least * leasts)
 
 
-def _q6_k(blocks: Bytes) -> _Numbers:
+def _q6_k(blocks: UInt8Array) -> _Numbers:
     """Each half of a block has 128 codes: low four bits in 64 bytes, high two bits in 32."""
     low = blocks[:, :128].reshape(-1, 2, 1, 64)
     high = blocks[:, 128:192].reshape(-1, 2, 1, 32)
@@ -77,7 +75,7 @@ def _q6_k(blocks: Bytes) -> _Numbers:
     return _Numbers(codes.reshape(len(blocks), 256), _halves(blocks[:, 208:]) * scales)
 
 
-def _halves(two_bytes: Bytes) -> Floats:
+def _halves(two_bytes: UInt8Array) -> Float32Array:
     return np.ascontiguousarray(two_bytes).view(np.float16).astype(np.float32)
 
 
@@ -90,7 +88,7 @@ BLOCK_TYPES = {
 """Block types by name. A QuantizedWeight stores the 6-bit codes of Q6_K in 8 bits."""
 
 
-def read_blocks(name: str, rows: Bytes, dtype: torch.dtype) -> QuantizedWeight:
+def read_blocks(name: str, rows: UInt8Array, dtype: torch.dtype) -> QuantizedWeight:
     """Decodes rows of blocks of type `name`, uint8 [out, bytes], for computations in `dtype`."""
     kind = BLOCK_TYPES[name]
     numbers = kind.read(np.ascontiguousarray(rows).reshape(-1, kind.num_bytes))
@@ -109,7 +107,7 @@ class GgufFile:
         header, tensors = read_gguf_tensors(file)
         metadata = header.metadata
         self._tensors = {tensor.name: tensor for tensor in tensors}
-        self._bytes: Bytes = np.memmap(file, np.uint8, "r")
+        self._bytes: UInt8Array = np.memmap(file, np.uint8, "r")
         architecture = metadata["general.architecture"]
         heads = metadata.get(f"{architecture}.attention.head_count", 1)
         kv_heads = metadata.get(f"{architecture}.attention.head_count_kv", heads)

@@ -14,15 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from services.worker.backends.attention import (
-    AttentionShape,
-    Int32Array,
-    LayerAttention,
-    Rotation,
-    StepLayout,
-)
+from services.worker.backends.arrays import Int32Array, UInt64Array
+from services.worker.backends.attention import AttentionShape, LayerAttention, Rotation, StepLayout
 from services.worker.options.simulated.hashing import PositionFactors
-from services.worker.sampling.arrays import UInt64Array
 
 _LAYER = np.uint64(1 << 56)
 """The difference between a token's numbers in two successive layers of the AttentionShape."""

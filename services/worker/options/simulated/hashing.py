@@ -6,7 +6,7 @@ generators"). It maps different numbers to different, seemingly unrelated number
 
 import numpy as np
 
-from services.worker.sampling.arrays import UInt64Array
+from services.worker.backends.arrays import UInt64Array
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)

@@ -25,12 +25,12 @@ from hashlib import sha256
 import numpy as np
 import torch
 
+from services.worker.backends.arrays import Float32Array, UInt64Array
 from services.worker.backends.attention import LayerAttention
 from services.worker.backends.lora import LoraLayer, LoraRows
 from services.worker.models.model import wanted_logits, wanted_rows
 from services.worker.options.simulated.hashing import mix, numbers_from
 from services.worker.profiles.profile import ModelSize
-from services.worker.sampling.arrays import Float32Array, UInt64Array
 
 _PEAK = 40.0
 """The logit of the next token. All other logits are between 0 and 1."""

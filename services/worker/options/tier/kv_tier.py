@@ -18,17 +18,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from xxhash import xxh3_64_intdigest
 
+from services.worker.backends.arrays import Int32Array, UInt8Array
 from services.worker.core.kv import load_thread
-from services.worker.core.step import EndedTierLoad, Int32Array, TierBlocks, TierLoad
-
-Bytes = npt.NDArray[np.uint8]
+from services.worker.core.step import EndedTierLoad, TierBlocks, TierLoad
 
 
-def tier_memory(num_blocks: int, bytes_per_block: int) -> Bytes:
+def tier_memory(num_blocks: int, bytes_per_block: int) -> UInt8Array:
     """Allocates uint8 [num_blocks, bytes_per_block], and writes to it, so that the operating system
     provides the memory now and not while requests run.
     """
@@ -50,10 +48,10 @@ class KVTier:
     stores the blocks (see PagesOfKeys).
     """
 
-    def __init__(self, memory: Bytes, pages: Sequence[torch.Tensor]) -> None:
+    def __init__(self, memory: UInt8Array, pages: Sequence[torch.Tensor]) -> None:
         self.memory = memory
         self._held: list[_Held | None] = [None] * len(memory)
-        self._views: list[tuple[Bytes, Bytes]] = []
+        self._views: list[tuple[UInt8Array, UInt8Array]] = []
         """For each page, a view of its bytes in the tier, [num_blocks, parts, bytes], and a view of
         its bytes in the KV cache, [parts, num_blocks, bytes]. The parts are keys and values.
         """

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from services.cli.errors import CommandError
 from services.cli.profile.command import main
 from services.cli.profile.fit import Measurement, fit_times, least_squares
+from services.worker.backends.arrays import Int32Array
 from services.worker.core.step_times import StepCosts, StepTimes
 from services.worker.profiles.profile import MeasuredProfile, read_profile
-from services.worker.sampling.arrays import Int32Array
 from tests.worker.options.simulated.simulated_worker import save_configuration, save_profile
 
 TIMES = StepTimes(
