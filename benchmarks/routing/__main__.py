@@ -30,11 +30,7 @@ from benchmarks.common.runs import run_measurement
 from benchmarks.common.tables import table_text
 from benchmarks.routing.conversations import Workload
 from benchmarks.routing.decision import PROMPT_TOKENS, DecisionFigures, measure_decisions
-from benchmarks.routing.policies import (
-    BLOCK_SIZE,
-    PolicyFigures,
-    measure_policies,
-)
+from benchmarks.routing.policies import BLOCK_SIZE, PolicyFigures, measure_policies
 from services.gateway.core.fleet.routing import POLICIES
 
 LOADS, QUICK_LOADS = (4, 24), (2,)

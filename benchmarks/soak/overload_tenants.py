@@ -32,11 +32,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.common.process_usage import (
-    processor_seconds,
-    processor_wait_seconds,
-    usage_of,
-)
+from benchmarks.common.process_usage import processor_seconds, processor_wait_seconds, usage_of
 from benchmarks.common.stack import Stack
 from benchmarks.soak.attack.generators import Generators, sink
 from benchmarks.soak.load_generator import Sending, Sent, sum_sent

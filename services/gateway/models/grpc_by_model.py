@@ -21,10 +21,7 @@ from services.gateway.adapters.grpc.inference_servicer import (
     InferenceServicer,
 )
 from services.gateway.adapters.grpc.proto_meter import MessageReaders
-from services.gateway.adapters.grpc.request_interceptor import (
-    RequestInterceptor,
-    authorization_in,
-)
+from services.gateway.adapters.grpc.request_interceptor import RequestInterceptor, authorization_in
 from services.gateway.core.request.inference import Inference
 
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]

@@ -9,10 +9,7 @@ from stepwell.kvpool.v1 import kvpool_pb2
 
 from services.common.pool.kv_cache_groups import KVCacheGroup
 from services.common.pool.kv_directory import node_name
-from services.common.pool.messages import (
-    kv_cache_group_from_proto,
-    kv_cache_group_to_proto,
-)
+from services.common.pool.messages import kv_cache_group_from_proto, kv_cache_group_to_proto
 from services.common.rpc.proto import ProtoEnum
 from services.kvpool.core import events
 from services.kvpool.core.block_map import BlockMap, BlockState

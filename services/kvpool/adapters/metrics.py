@@ -8,13 +8,7 @@ from typing import TYPE_CHECKING, Generic
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from services.common.telemetry.metric_specs import (
-    by_label,
-    replica,
-    single,
-    summary_family,
-    vllm,
-)
+from services.common.telemetry.metric_specs import by_label, replica, single, summary_family, vllm
 from services.common.telemetry.metric_specs.spec import MetricSpec
 from services.kvpool.core.kv_pool import PoolStats
 from services.kvpool.core.pool_host import Answer, PoolHost

@@ -15,13 +15,7 @@ from services.simulation.explore.members import (
     links,
     service_names,
 )
-from services.simulation.explore.requests import (
-    CROWDED_FOCI,
-    FOCI,
-    LEAVING,
-    Arrival,
-    draw_arrivals,
-)
+from services.simulation.explore.requests import CROWDED_FOCI, FOCI, LEAVING, Arrival, draw_arrivals
 from services.simulation.explore.themes import THEMES, Theme
 
 _LOAD_SECONDS = 0.3, 1.0, 1.0, 20.0

@@ -6,12 +6,7 @@ import json
 
 import pytest
 
-from benchmarks.accuracy.conversations import (
-    Conversations,
-    RealContext,
-    at_once,
-    with_priorities,
-)
+from benchmarks.accuracy.conversations import Conversations, RealContext, at_once, with_priorities
 from benchmarks.accuracy.real import Answered
 from benchmarks.accuracy.serving import decodings, fit_serving, median_error, total_error
 from services.worker.core.step_times import NO_SERVING, ServingCosts, StepCosts, StepTimes

@@ -13,11 +13,7 @@ import pytest
 
 from benchmarks.common.redis_servers import find_tls_server
 from services.common.process.settings import SettingError
-from services.common.redis.connection import (
-    FIRST_CALL_SECONDS,
-    RedisConnection,
-    RedisUnavailable,
-)
+from services.common.redis.connection import FIRST_CALL_SECONDS, RedisConnection, RedisUnavailable
 from tests.certificates import LOOPBACK, Authority, Files
 from tests.redis_servers import SECONDS, RedisServer, free_port, needs_redis, redis_server
 

@@ -9,13 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.browser import (
-    DEADLINE_MILLISECONDS,
-    WIDE,
-    chromium,
-    page_of,
-    playwright_api,
-)
+from tests.e2e.browser import DEADLINE_MILLISECONDS, WIDE, chromium, page_of, playwright_api
 from tests.e2e.clients.test_command_line import stepwell
 from tests.e2e.conftest import TinyModel
 from tests.e2e.stack import Stack

@@ -14,10 +14,7 @@ from services.common.pool import operations as ops
 from services.common.pool.block_hash import BlockHash
 from services.common.pool.ids import ContextId
 from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup
-from services.common.pool.messages import (
-    kv_cache_group_from_proto,
-    kv_cache_group_to_proto,
-)
+from services.common.pool.messages import kv_cache_group_from_proto, kv_cache_group_to_proto
 from services.common.pool.operations_proto import (
     operation_to_proto,
     operations_from_proto,

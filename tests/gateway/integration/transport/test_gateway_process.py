@@ -14,13 +14,7 @@ import pytest
 from services.common.errors import FailedPrecondition, Unavailable
 from services.gateway.adapters.tokenizer.hf_tokenizer import load_tokenizer
 from tests.gateway.fake_scheduler import FakeScheduler
-from tests.gateway.gateway_process import (
-    PYTHONPATH,
-    line_with,
-    process,
-    run,
-    serving_address,
-)
+from tests.gateway.gateway_process import PYTHONPATH, line_with, process, run, serving_address
 from tests.gateway.raw_http import post_head
 from tests.gateway.serving import serving, until
 

@@ -16,10 +16,7 @@ from services.common.rpc.protocol import PROTOCOL
 from services.gateway.adapters.schedulers.scheduler_links import SchedulerLinks
 from services.gateway.options.viewer.overview import fleet_watch
 from services.gateway.options.viewer.overview.fleet_watch import PAGE_SERIES, FleetWatch
-from services.gateway.options.viewer.overview.overview_document import (
-    overview_document,
-    redis_uses,
-)
+from services.gateway.options.viewer.overview.overview_document import overview_document, redis_uses
 from tests.certificates import LOOPBACK, ONE_DAY, Authority, Files
 from tests.gateway.documented import Documented
 from tests.gateway.fake_scheduler import FakeScheduler

@@ -15,10 +15,7 @@ from services.common.request.finish import Finish, FinishReason
 from services.gateway.core.fleet.load_tracker import EVICTED_TOKENS_COUNT, OWN_TOKENS_COUNT
 from services.gateway.core.fleet.recent_prefixes import MIN_SECONDS, RecentPrefixes
 from services.gateway.core.fleet.routing import POLICIES, make_policy
-from services.gateway.core.fleet.routing.cache_aware import (
-    SPREAD_MIN_SHARING,
-    SessionReplicas,
-)
+from services.gateway.core.fleet.routing.cache_aware import SPREAD_MIN_SHARING, SessionReplicas
 from services.gateway.core.fleet.routing.chain_keys import ChainKeys
 from services.gateway.core.fleet.routing.offers import FEW_TOKENS
 from services.gateway.core.fleet.routing.policy import RoutingParts

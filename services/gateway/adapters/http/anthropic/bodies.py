@@ -10,13 +10,7 @@ from services.gateway.adapters.grammars.tool_calls import CallableTool
 from services.gateway.adapters.http.anthropic.blocks import AnthropicMessage
 from services.gateway.adapters.http.exchange.asking_body import StreamedBody, renamed
 from services.gateway.adapters.http.exchange.cache_wishes import CacheControl, MarkedBody
-from services.gateway.adapters.http.exchange.fields import (
-    Body,
-    Int,
-    Only,
-    Texts,
-    Without,
-)
+from services.gateway.adapters.http.exchange.fields import Body, Int, Only, Texts, Without
 from services.gateway.adapters.http.openai.content_parts import TextOrParts
 from services.gateway.adapters.http.openai.sampling_fields import CommonSamplingFields
 from services.gateway.adapters.http.openai.tool_bodies import (

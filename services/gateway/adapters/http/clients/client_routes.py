@@ -5,10 +5,7 @@ from functools import partial
 
 from services.common.request.program import MAX_PROGRAM_ID_BYTES
 from services.common.telemetry.exposition import CONTENT_TYPE
-from services.gateway.adapters.http.anthropic.bodies import (
-    CountTokensBody,
-    MessagesBody,
-)
+from services.gateway.adapters.http.anthropic.bodies import CountTokensBody, MessagesBody
 from services.gateway.adapters.http.clients import generation_routes
 from services.gateway.adapters.http.clients.tokenizer_routes import COUNT_TOKENS, TokenizerRoutes
 from services.gateway.adapters.http.exchange import program_fields

@@ -19,11 +19,7 @@ from services.gateway.adapters.http.exchange.dialect import Api
 from services.gateway.adapters.http.exchange.errors import MESSAGES
 from services.gateway.adapters.http.exchange.parse import BodyReader
 from services.gateway.adapters.http.exchange.program_fields import program_of
-from services.gateway.adapters.http.exchange.reply import (
-    Exchange,
-    GenerationReply,
-    RequestHooks,
-)
+from services.gateway.adapters.http.exchange.reply import Exchange, GenerationReply, RequestHooks
 from services.gateway.adapters.http.exchange.request_state import ARRIVAL
 from services.gateway.adapters.http.openai.bodies import (
     ChatCompletionBody,

@@ -5,11 +5,7 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from functools import partial
 
-from services.gateway.core.fleet.load_tracker import (
-    INITIAL_MEAN_OUTPUT_TOKENS,
-    Speeds,
-    mean_speeds,
-)
+from services.gateway.core.fleet.load_tracker import INITIAL_MEAN_OUTPUT_TOKENS, Speeds, mean_speeds
 from services.gateway.core.fleet.replica import Replica
 
 Entry = tuple[float, int]

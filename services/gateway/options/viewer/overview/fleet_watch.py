@@ -12,11 +12,7 @@ import yaml
 
 from services.gateway.adapters.schedulers.scheduler_links import SchedulerLinks
 from services.gateway.options.viewer.core.alerts.alerts import LISTED_SECONDS, Alerts, Rules
-from services.gateway.options.viewer.core.alerts.series_store import (
-    MAX_SERIES,
-    Labels,
-    SeriesStore,
-)
+from services.gateway.options.viewer.core.alerts.series_store import MAX_SERIES, Labels, SeriesStore
 
 SAMPLE_SECONDS = 20.0
 """Seconds between two samples. rate(...[1m]) needs two samples within a minute."""

@@ -8,10 +8,7 @@ from starlette.responses import JSONResponse, Response
 from services.gateway.adapters.http.exchange.route import Route
 from services.gateway.options.viewer.overview import answers
 from services.gateway.options.viewer.overview.fleet_watch import LOOK_SECONDS, FleetWatch
-from services.gateway.options.viewer.overview.overview_document import (
-    overview_document,
-    redis_uses,
-)
+from services.gateway.options.viewer.overview.overview_document import overview_document, redis_uses
 from services.gateway.options.viewer.overview.redis_probe import RedisProbe
 
 OVERVIEW = "/activity/overview"
