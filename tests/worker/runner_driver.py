@@ -24,7 +24,7 @@ from services.worker.core.batch.device_tokens import DeviceTokens
 from services.worker.core.batch.input_batch import BatchLimits
 from services.worker.core.batch.lora_adapters import LoraAdapters
 from services.worker.core.drafts.draft_model import DraftModel
-from services.worker.core.drafts.draft_source import DraftSource, ProposerSource
+from services.worker.core.drafts.draft_source import DraftSource, Proposer, ProposerSource
 from services.worker.core.drafts.drafter import Drafter
 from services.worker.core.kv.kv_groups import (
     block_scales,
@@ -46,7 +46,6 @@ from services.worker.parallel.group import Group
 from services.worker.parallel.membership import Membership
 from services.worker.platforms.cpu_kernels import select_kernels
 from services.worker.sampling.logprobs import LogprobRows
-from services.worker.speculation.proposer import Proposer
 
 GREEDY = SamplingParams(temperature=0)
 MAX_MODEL_LEN = 512
