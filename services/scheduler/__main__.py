@@ -14,7 +14,6 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
-import grpc
 from stepwell.common.v1 import common_pb2
 from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
@@ -42,7 +41,6 @@ from services.scheduler.adapters.telemetry.step_log import scheduler_with_log
 from services.scheduler.adapters.telemetry.step_tracer import STEP_SERVICE
 from services.scheduler.adapters.telemetry.traced_ports import TracedExecutor, TracedPool
 from services.scheduler.adapters.workers.worker_client import Rank, WorkerGroup
-from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.ecosystem import Ecosystem
 from services.scheduler.options.listed import TRANSFERS
 from services.scheduler.parts import Parts
@@ -104,27 +102,32 @@ async def _serve(
         ) as scheduler:
             executor = TracedExecutor(workers, step_tracing)
             ecosystem.publish_events(scheduler)
-            node = node_name(owner.name, owner.started_unix_nanos)
-            service = SchedulerService(
+            server = GrpcServer(tls=tls, has_local_streams=True)
+
+            async def set_ready(ready: bool) -> None:
+                await server.set_ready(ready)
+                await ecosystem.set_ready(ready)
+
+            parts = Parts(
                 settings,
                 tracing,
-                tls,
                 shape,
                 scheduler,
                 executor,
                 workers,
                 replica,
-                node,
-                ecosystem,
-                registration,
                 pool_channel,
+                node_name(owner.name, owner.started_unix_nanos),
+                set_ready,
             )
+            ecosystem.serve_vllm_engine(parts, shape)
+            service = SchedulerService(settings, server, parts, ecosystem, registration)
             shared = [TlsCollector(tls), TracingCollector(tracing)]
-            collectors = (*service.parts.collectors, registration, *transfers.collectors)
+            collectors = (*parts.collectors, registration, *transfers.collectors)
             own = Exposition(SERVICE, collectors, shared)
             labels = {"model_name": shape.description.model_name, "engine": settings.replica}
             metrics = ReplicaMetrics(own, pool_channel, worker_channels, labels)
-            service.serve_collect(metrics)
+            serve_collect(server, metrics.collect)
             with serving_metrics(metrics.render, settings.metrics_address):
                 await service.run(stop)
     except Aborted:
@@ -152,41 +155,22 @@ async def _unless_stopped(replica: ReplicaClient, stop: asyncio.Event) -> Replic
 
 
 class SchedulerService:
-    """The scheduler's gRPC server and engine. Must be created after `replica.open()`."""
+    """The scheduler's gRPC server and engine."""
 
     def __init__(
         self,
         settings: SchedulerSettings,
-        tracing: Tracing,
-        tls: "Tls | None",
-        shape: ReplicaShape,
-        scheduler: Scheduler,
-        executor: TracedExecutor,
-        workers: WorkerGroup,
-        replica: ReplicaClient,
-        cache_node: str,
+        server: GrpcServer,
+        parts: Parts,
         ecosystem: Ecosystem,
         registration: Registration,
-        pool_channel: grpc.aio.Channel,
     ) -> None:
+        self.parts = parts
         self._settings = settings
+        self._server = server
         self._ecosystem = ecosystem
         self._registration = registration
-        self._model_name, self._node = shape.description.model_name, cache_node
-        self._server = GrpcServer(tls=tls, has_local_streams=True)
-        self.parts = parts = Parts(
-            settings,
-            tracing,
-            shape,
-            scheduler,
-            executor,
-            workers,
-            replica,
-            pool_channel,
-            cache_node,
-            self._set_ready,
-        )
-        self._server.add(
+        server.add(
             scheduler_pb2_grpc.add_SchedulerServicer_to_server,
             SchedulerServicer(
                 parts.engine,
@@ -199,20 +183,13 @@ class SchedulerService:
             ),
             scheduler_pb2.DESCRIPTOR.services_by_name["Scheduler"].full_name,
         )
-        self._server.add(
+        server.add(
             scheduler_pb2_grpc.add_SchedulerAdminServicer_to_server,
             SchedulerAdminServicer(
                 parts.engine, parts.submitter, parts.sessions, parts.readiness, parts.adapters
             ),
             scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerAdmin"].full_name,
         )
-        ecosystem.serve_vllm_engine(
-            parts.engine, parts.sessions, parts.submitter, parts.statistics, shape, parts.opened
-        )
-
-    def serve_collect(self, metrics: ReplicaMetrics) -> None:
-        """Serves the metrics of the scheduler, pool and workers to gateways."""
-        serve_collect(self._server, metrics.collect)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Runs engine and server until `stop` is set, then drains. An engine error ends both."""
@@ -221,7 +198,8 @@ class SchedulerService:
         try:
             await self._ecosystem.start()
             async with asyncio.TaskGroup() as tasks:
-                registered = self._registration.run(address, self._model_name, self._node)
+                opened = self.parts.opened
+                registered = self._registration.run(address, opened.model_name, opened.cache_node)
                 registering = tasks.create_task(registered, name="registration")
                 running = [
                     tasks.create_task(self.parts.readiness.run(), name="readiness"),
@@ -238,10 +216,6 @@ class SchedulerService:
                     task.cancel()
         finally:
             await self._drain_servers(0)  # needed if an error has ended the engine
-
-    async def _set_ready(self, ready: bool) -> None:
-        await self._server.set_ready(ready)
-        await self._ecosystem.set_ready(ready)
 
     async def _drain_servers(self, grace_seconds: float) -> None:
         await asyncio.gather(

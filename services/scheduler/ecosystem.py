@@ -8,18 +8,13 @@ import secrets
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from stepwell.scheduler.v1 import scheduler_pb2
-
 from services.common.errors import InvalidArgument
 from services.common.rpc.server import GrpcServer
-from services.scheduler.adapters.gateways.sessions import Sessions
-from services.scheduler.adapters.gateways.submitter import RequestSubmitter
 from services.scheduler.adapters.pool.kv_events.log import KVEventLog
 from services.scheduler.adapters.pool.kv_events.recorder import KVEventRecorder
 from services.scheduler.adapters.replica import ReplicaShape
-from services.scheduler.adapters.telemetry.statistics import Statistics
-from services.scheduler.core.engine.engine_core import EngineCore
 from services.scheduler.core.planning.scheduler import Scheduler
+from services.scheduler.parts import Parts
 from services.scheduler.settings import SchedulerSettings
 
 if TYPE_CHECKING:
@@ -86,15 +81,7 @@ class Ecosystem:
         )
         logger.info("publishing KV events at %s", settings.kv_events_endpoint)
 
-    def serve_vllm_engine(
-        self,
-        engine: EngineCore,
-        sessions: Sessions,
-        submitter: RequestSubmitter,
-        statistics: Statistics,
-        shape: ReplicaShape,
-        opened: scheduler_pb2.SessionOpened,
-    ) -> None:
+    def serve_vllm_engine(self, parts: Parts, shape: ReplicaShape) -> None:
         """Creates a separate server for vllm.grpc.engine, if the settings enable it."""
         settings = self._settings
         if settings.vllm_grpc_address is None:
@@ -113,16 +100,17 @@ class Ecosystem:
             VllmEngineServicer,
         )
 
-        info = ReplicaInfo(shape, engine.scheduler.config, engine, statistics)
+        config = parts.engine.scheduler.config
+        info = ReplicaInfo(shape, config, parts.engine, parts.statistics)
         self._server = GrpcServer(tls=self._tls)
         self._server.add(
             vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server,
             VllmEngineServicer(
-                engine,
-                sessions,
-                submitter,
+                parts.engine,
+                parts.sessions,
+                parts.submitter,
                 GenerateConverter(
-                    opened, settings.vllm_grpc_client_stops, lambda: secrets.randbits(64)
+                    parts.opened, settings.vllm_grpc_client_stops, lambda: secrets.randbits(64)
                 ),
                 info,
                 ModelFiles(settings.model),
