@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
 from typing import Self
 
 from google.protobuf.message import Message
@@ -117,15 +118,13 @@ class MessageStream:
         self._unwritten = []
 
 
+@dataclass(eq=False)
 class AnswerStreams:
     """Streams answers to clients, and ends the streams of clients that stop reading."""
 
-    def __init__(
-        self, inference: Inference, metrics: Metrics, *, reader_timeout_seconds: float
-    ) -> None:
-        self._inference = inference
-        self._metrics = metrics
-        self._reader_timeout_seconds = reader_timeout_seconds
+    inference: Inference
+    metrics: Metrics
+    reader_timeout_seconds: float
 
     async def send(
         self,
@@ -142,15 +141,15 @@ class AnswerStreams:
         before the sequences are sent to replicas.
         """
         with StreamReaderTimeout(
-            work, self._reader_timeout_seconds, self._reader_timed_out
+            work, self.reader_timeout_seconds, self._reader_timed_out
         ) as reader:
             stream = MessageStream(to_message, context, reader, record)
             watched = work.enter_context(observation.watching(generation, stream, stream=True))
-            delivery = self._inference.delivery(generation, watched, stream=True)
+            delivery = self.inference.delivery(generation, watched, stream=True)
             work.callback(delivery.close)
             arrival.end()
             await delivery.run()
 
     def _reader_timed_out(self) -> None:
-        self._metrics.reader_timed_out("grpc")
+        self.metrics.reader_timed_out("grpc")
         logger.warning("a request is ended because its gRPC client stopped reading")

@@ -1,6 +1,7 @@
 """Converts texts of clients to tokens, within the limits of the model and of one request."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from services.common.errors import InvalidArgument, OutOfRange, StepwellError
 from services.common.request.sampling_limits import MAX_BAD_WORDS, MAX_BAD_WORDS_CHARACTERS
@@ -14,24 +15,21 @@ from services.gateway.core.request.request_check import (
 from services.gateway.core.request.truncation import Truncation, truncation
 
 
+@dataclass(eq=False)
 class Tokenization:
     """Calls the tokenizer, and checks the numbers of characters and tokens."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, limits: Callable[[], ModelLimits], max_items: int
-    ) -> None:
-        """`limits` returns the model's limits, or raises Unavailable. A list of tokens in a request
-        or an answer may have at most `max_items` items.
-        """
-        self._tokenizer = tokenizer
-        self._limits = limits
-        self._max_items = max_items
+    tokenizer: Tokenizer
+    limits: Callable[[], ModelLimits]
+    """Returns the model's limits, or raises Unavailable."""
+    max_items: int
+    """Limit on the number of items in a list of tokens of a request or an answer."""
 
     def check_num_items(self, field: str, num_items: int) -> None:
         """Raises OutOfRange if a field has too many values for one request."""
-        if num_items > self._max_items:
+        if num_items > self.max_items:
             raise OutOfRange(
-                f"{field} has {num_items} items; a request may have at most {self._max_items}",
+                f"{field} has {num_items} items; a request may have at most {self.max_items}",
                 field=field,
             )
 
@@ -41,16 +39,16 @@ class Tokenization:
         """Returns the token ids of prompts. If `kept` is given, the prompts are truncated.
         Otherwise raises OutOfRange if a prompt does not fit into the context.
         """
-        limits = self._limits()
+        limits = self.limits()
         if kept is not None:
             prompts = [(text,) for text in texts]
-            encoded = await self._tokenizer.encode_truncated(
+            encoded = await self.tokenizer.encode_truncated(
                 prompts, kept, add_special_tokens=add_special_tokens
             )
             return [token_ids for token_ids, _ in encoded]
         self._check_lengths([*map(len, texts)], limits)
         try:
-            return await self._tokenizer.encode(
+            return await self.tokenizer.encode(
                 texts, add_special_tokens=add_special_tokens, max_tokens=limits.capacity
             )
         except TextTooLong as error:
@@ -62,12 +60,12 @@ class Tokenization:
         """Returns, for each pair of texts, the token ids of one prompt with both texts, and the
         number of tokens before the second text. Truncates or raises OutOfRange like `encode`.
         """
-        limits = self._limits()
+        limits = self.limits()
         if kept is not None:
-            return await self._tokenizer.encode_truncated(pairs, kept, add_special_tokens=True)
+            return await self.tokenizer.encode_truncated(pairs, kept, add_special_tokens=True)
         self._check_lengths([len(first) + len(second) for first, second in pairs], limits)
         try:
-            return await self._tokenizer.encode_pairs(pairs, max_tokens=limits.capacity)
+            return await self.tokenizer.encode_pairs(pairs, max_tokens=limits.capacity)
         except TextTooLong as error:
             raise _too_long(error, limits, len(pairs)) from error
 
@@ -81,7 +79,7 @@ class Tokenization:
         """
         if num_tokens is None:
             return None
-        limits = self._limits()
+        limits = self.limits()
         most = limits.max_prompt_tokens
         if limits.pooler is None and max_tokens is not None:
             most = limits.capacity - max_tokens
@@ -94,7 +92,7 @@ class Tokenization:
         """Raises OutOfRange if a text has so many characters that its tokens cannot fit into the
         context. `lengths` are the texts' numbers of characters.
         """
-        longest = limits.capacity * self._tokenizer.max_token_bytes
+        longest = limits.capacity * self.tokenizer.max_token_bytes
         for number, length in enumerate(lengths):
             if length > longest:
                 error = prompt_too_long(f"{length} characters", limits)
@@ -105,12 +103,12 @@ class Tokenization:
         answer may list.
         """
         try:
-            [token_ids] = await self._tokenizer.encode(
-                [text], add_special_tokens=add_special_tokens, max_tokens=self._max_items
+            [token_ids] = await self.tokenizer.encode(
+                [text], add_special_tokens=add_special_tokens, max_tokens=self.max_items
             )
         except TextTooLong as error:
             raise OutOfRange(
-                f"prompt has more than {self._max_items} tokens, the most that an answer may have",
+                f"prompt has more than {self.max_items} tokens, the most that an answer may have",
                 field="prompt",
             ) from error
         return token_ids
@@ -120,7 +118,7 @@ class Tokenization:
         request may list.
         """
         self.check_num_items("tokens", len(token_ids))
-        return await self._tokenizer.detokenize(token_ids)
+        return await self.tokenizer.detokenize(token_ids)
 
     async def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Returns the token sequences of words that must not appear in an answer. Each word is
@@ -141,7 +139,7 @@ class Tokenization:
             )
         bare = [word.lstrip() for word in words]
         texts = [*bare, *(" " + word for word in bare)]
-        token_ids = await self._tokenizer.encode(
+        token_ids = await self.tokenizer.encode(
             texts, add_special_tokens=False, max_tokens=4 * MAX_BAD_WORDS_CHARACTERS
         )
         sequences: list[tuple[int, ...]] = []

@@ -1,6 +1,7 @@
 """The HTTP routes of clients' sessions: /v1/sessions, and completions that are turns."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import Field
@@ -53,13 +54,13 @@ class Session(answers.Answer):
     idle_timeout_seconds: float
 
 
+@dataclass(eq=False)
 class SessionRoutes:
     """Opens, shows and ends a caller's own sessions, and runs their turns."""
 
-    def __init__(self, sessions: ClientSessions, options: Options, parts: RouteParts) -> None:
-        self._sessions = sessions
-        self._options = options
-        self._parts = parts
+    sessions: ClientSessions
+    options: Options
+    parts: RouteParts
 
     def routes(self) -> Sequence[Route]:
         return (
@@ -71,7 +72,7 @@ class SessionRoutes:
                 body=TurnBody,
                 events=answers.CompletionChunk,
                 errors=(404, 409, 504),
-                headers=self._parts.generating_headers,
+                headers=self.parts.generating_headers,
             ),
             body_route(SESSIONS, self.open_session, Session, tag="sessions", body=SessionBody),
             Route(
@@ -90,28 +91,28 @@ class SessionRoutes:
         async def to_request(body: TurnBody, inference: Inference, name: str) -> ClientRequest:
             if body.session is None:
                 return await completion_request(body, inference, name)
-            if (header := self._options.header_in(request.state.record.headers)) is not None:
+            if (header := self.options.header_in(request.state.record.headers)) is not None:
                 raise InvalidArgument(f"{header} cannot be given with session", field="session")
-            session = self._sessions.find(body.session, request.state.caller)
+            session = self.sessions.find(body.session, request.state.caller)
             if session.token_ids and body.add_special_tokens is None:
                 body = body.model_copy(update={"add_special_tokens": False})
             return turn_of(session, await completion_request(body, inference, name))
 
-        return self._parts.generation.reply(request, TurnBody, to_request, CompletionDialect)
+        return self.parts.generation.reply(request, TurnBody, to_request, CompletionDialect)
 
     async def open_session(self, request: Request) -> Response:
         """Opens a session: a prompt that grows turn by turn. Completions with its id are turns."""
-        with self._parts.gate.enter():
-            body = await self._parts.bodies.read(request, SessionBody)
+        with self.parts.gate.enter():
+            body = await self.parts.bodies.read(request, SessionBody)
             caller = request.state.caller
-            self._parts.inference.check_model(body.model, caller)
-            return JSONResponse(self._document(self._sessions.open(caller)))
+            self.parts.inference.check_model(body.model, caller)
+            return JSONResponse(self._document(self.sessions.open(caller)))
 
     async def session(self, request: Request) -> Response:
         """Shows an open session. DELETE ends the session, but a running turn continues."""
-        session = self._sessions.find(request.path_params["session_id"], request.state.caller)
+        session = self.sessions.find(request.path_params["session_id"], request.state.caller)
         if request.method == "DELETE":
-            self._sessions.end(session)
+            self.sessions.end(session)
         return JSONResponse(self._document(session))
 
     def _document(self, session: ClientSession) -> dict[str, Any]:
@@ -119,12 +120,12 @@ class SessionRoutes:
             "id": session.session_id,
             "object": "session",
             "created": session.created,
-            "model": self._parts.inference.model_name,
+            "model": self.parts.inference.model_name,
             "status": _status(session),
             "num_turns": session.num_turns,
             "num_tokens": len(session.token_ids),
             "is_held": session.held is not None,
-            "idle_timeout_seconds": self._sessions.limits.idle_seconds,
+            "idle_timeout_seconds": self.sessions.limits.idle_seconds,
         }
 
 

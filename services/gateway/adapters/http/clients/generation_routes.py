@@ -4,7 +4,7 @@ scores.
 
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from starlette.requests import Request
@@ -69,27 +69,19 @@ conventions.
 """
 
 
+@dataclass(eq=False)
 class GenerationRoutes:
     """The handlers of the routes."""
 
-    def __init__(
-        self,
-        inference: Inference,
-        hooks: RequestHooks,
-        gate: Gate,
-        observer: Observer,
-        bodies: BodyReader,
-        keep_alive: float,
-    ) -> None:
-        """A stream sends a keep-alive after `keep_alive` seconds without an event. 0 disables
-        keep-alives.
-        """
-        self._inference = inference
-        self._hooks = hooks
-        self._gate = gate
-        self._observer = observer
-        self._bodies = bodies
-        self._keep_alive = keep_alive
+    inference: Inference
+    hooks: RequestHooks
+    gate: Gate
+    observer: Observer
+    bodies: BodyReader
+    keep_alive: float
+    """A stream sends a keep-alive after this number of seconds without an event. 0 disables
+    keep-alives.
+    """
 
     async def completions(self, request: Request) -> ASGIApp:
         """Text completions."""
@@ -139,20 +131,20 @@ class GenerationRoutes:
             deadline = deadline_of(record.headers, record.timeline.began)
             arrival = state.get(ARRIVAL)
             if arrival is None:
-                needs_room = is_pooled or self._hooks.needs_room(record.headers, caller)
-                arrival = self._inference.arriving(caller, deadline, needs_room=needs_room)
+                needs_room = is_pooled or self.hooks.needs_room(record.headers, caller)
+                arrival = self.inference.arriving(caller, deadline, needs_room=needs_room)
             entered.enter_context(arrival)
-            body = await self._bodies.read(request, body_type)
-            self._inference.check_model(body.model, caller)
+            body = await self.bodies.read(request, body_type)
+            self.inference.check_model(body.model, caller)
             name = _request_id(api.id_prefix, body, record)
             program = program_of(body, record.headers) if isinstance(body, StreamedBody) else None
 
             async def client_request() -> ClientRequest:
-                asked = await to_request(body, self._inference, name)
+                asked = await to_request(body, self.inference, name)
                 if program is not None:
                     session_id = program.id or asked.session_id
                     asked = replace(asked, program=program, session_id=session_id)
-                adapter = self._inference.adapters.find(body.model)
+                adapter = self.inference.adapters.find(body.model)
                 if caller is ANYONE and adapter is None:
                     return asked
                 return replace(asked, caller=caller, adapter=adapter)
@@ -168,7 +160,7 @@ class GenerationRoutes:
             )
 
         return GenerationReply(
-            read, self._inference, self._hooks, self._gate, self._observer, self._keep_alive
+            read, self.inference, self.hooks, self.gate, self.observer, self.keep_alive
         )
 
 

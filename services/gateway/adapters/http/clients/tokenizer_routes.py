@@ -2,6 +2,8 @@
 /v1/messages/count_tokens.
 """
 
+from dataclasses import dataclass
+
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -20,22 +22,20 @@ from services.gateway.core.request.inference import Inference
 COUNT_TOKENS = f"{MESSAGES}/count_tokens"
 
 
+@dataclass(eq=False)
 class TokenizerRoutes:
     """The handlers of the routes. Requests are answered without a replica."""
 
-    def __init__(
-        self, inference: Inference, membership: Membership, gate: Gate, bodies: BodyReader
-    ) -> None:
-        self._inference = inference
-        self._membership = membership
-        self._gate = gate
-        self._bodies = bodies
+    inference: Inference
+    membership: Membership
+    gate: Gate
+    bodies: BodyReader
 
     async def tokenize(self, request: Request) -> Response:
         """Converts text or a conversation to token ids."""
-        with self._gate.enter():
-            body = await self._bodies.read(request, TokenizeBody)
-            self._inference.check_model(body.model, request.state.caller)
+        with self.gate.enter():
+            body = await self.bodies.read(request, TokenizeBody)
+            self.inference.check_model(body.model, request.state.caller)
             return await self._tokenize(body)
 
     async def _tokenize(self, body: TokenizeBody) -> Response:
@@ -45,15 +45,15 @@ class TokenizerRoutes:
         for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
             if is_text and getattr(body, name) is not None:
                 raise InvalidArgument(f"{name} may only be given with messages", field=name)
-        text = body.prompt if body.prompt is not None else await render(body, self._inference)
+        text = body.prompt if body.prompt is not None else await render(body, self.inference)
         special = is_text if body.add_special_tokens is None else body.add_special_tokens
-        token_name = self._inference.tokenizer.token_name
-        token_ids = await self._inference.texts.tokenize(text, add_special_tokens=special)
+        token_name = self.inference.tokenizer.token_name
+        token_ids = await self.inference.texts.tokenize(text, add_special_tokens=special)
         names = (token_name(token) for token in token_ids) if body.return_token_strs else None
         return JsonReply(
             {
                 "count": len(token_ids),
-                "max_model_len": self._membership.max_model_len(),
+                "max_model_len": self.membership.max_model_len(),
                 "tokens": LongList(token_ids),
                 "token_strs": None if names is None else LongList(names),
             }
@@ -61,24 +61,24 @@ class TokenizerRoutes:
 
     async def detokenize(self, request: Request) -> Response:
         """Converts token ids to text."""
-        with self._gate.enter():
-            body = await self._bodies.read(request, DetokenizeBody)
-            self._inference.check_model(body.model, request.state.caller)
-            text = await self._inference.texts.detokenize(body.tokens)
+        with self.gate.enter():
+            body = await self.bodies.read(request, DetokenizeBody)
+            self.inference.check_model(body.model, request.state.caller)
+            text = await self.inference.texts.detokenize(body.tokens)
         return JSONResponse({"prompt": text})
 
     async def tokenizer_info(self, _request: Request) -> Response:
         """Shows the tokenizer's configuration and chat template."""
-        return JSONResponse(self._inference.tokenizer.description())
+        return JSONResponse(self.inference.tokenizer.description())
 
     async def count_tokens(self, request: Request) -> Response:
         """Counts the tokens of a conversation in Anthropic's schema."""
-        with self._gate.enter():
-            body = await self._bodies.read(request, CountTokensBody)
-            self._inference.check_model(body.model, request.state.caller)
+        with self.gate.enter():
+            body = await self.bodies.read(request, CountTokensBody)
+            self.inference.check_model(body.model, request.state.caller)
             try:
-                text = await render_messages(body, self._inference)
-                token_ids = await self._inference.texts.tokenize(text, add_special_tokens=False)
+                text = await render_messages(body, self.inference)
+                token_ids = await self.inference.texts.tokenize(text, add_special_tokens=False)
             except StepwellError as error:
                 raise body.in_client_words(error) from error
         return JSONResponse({"input_tokens": len(token_ids)})

@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
 from importlib.metadata import version
 from pathlib import Path
@@ -63,17 +64,15 @@ class ResetQuery(ReplicasQuery):
     reset_external: bool = False
 
 
+@dataclass(eq=False)
 class AdminRoutes:
     """The handlers of operators' routes. Each answer contains the result of every replica that was
     called. The status is 200 if all calls succeeded, and otherwise the status of the first failure.
     """
 
-    def __init__(
-        self, administration: Administration, server: ServerRoutes, settings: GatewaySettings
-    ) -> None:
-        self._administration = administration
-        self._server = server
-        self._settings = settings
+    administration: Administration
+    server: ServerRoutes
+    settings: GatewaySettings
 
     def routes(self) -> Sequence[Route]:
         return (
@@ -94,7 +93,7 @@ class AdminRoutes:
         """
         query = read_query(request, PauseQuery)
         mode = PauseMode.WAIT if query.wait_for_inflight_requests else PauseMode(query.mode)
-        outcomes = await self._administration.pause(
+        outcomes = await self.administration.pause(
             query.replica,
             mode,
             clear_cache=query.clear_cache and mode is not PauseMode.KEEP,
@@ -105,19 +104,19 @@ class AdminRoutes:
     async def resume(self, request: Request) -> Response:
         """Ends a pause."""
         query = read_query(request, ReplicasQuery)
-        return _answer(await self._administration.resume(query.replica), status="resumed")
+        return _answer(await self.administration.resume(query.replica), status="resumed")
 
     async def is_paused(self, request: Request) -> Response:
         """Shows whether every replica is paused."""
         query = read_query(request, ReplicasQuery)
-        outcomes = await self._administration.is_paused(query.replica)
+        outcomes = await self.administration.is_paused(query.replica)
         all_paused = all(outcome.said.get("is_paused") for outcome in outcomes)
         return _answer(outcomes, is_paused=all_paused)
 
     async def reset_prefix_cache(self, request: Request) -> Response:
         """Clears the prefix cache. Fails if requests are running and are not preempted."""
         query = read_query(request, ResetQuery)
-        outcomes = await self._administration.reset_prefix_cache(
+        outcomes = await self.administration.reset_prefix_cache(
             query.replica,
             preempt_running=query.reset_running_requests,
             reset_connector=query.reset_external,
@@ -130,21 +129,21 @@ class AdminRoutes:
         They finish their requests, and accept no new requests from any gateway.
         """
         query = read_query(request, OneReplicaQuery)
-        return _answer(await self._administration.drain(query.replica), status="draining")
+        return _answer(await self.administration.drain(query.replica), status="draining")
 
     async def undrain(self, request: Request) -> Response:
         """Ends the draining of replicas. They accept requests again."""
         query = read_query(request, OneReplicaQuery)
-        return _answer(await self._administration.undrain(query.replica), status="undrained")
+        return _answer(await self.administration.undrain(query.replica), status="undrained")
 
     async def server_info(self, _request: Request) -> Response:
         """Shows the gateway's version, its settings without secrets, and its replicas."""
         settings = {
-            field.name: _shown(field.name, getattr(self._settings, field.name))
-            for field in dataclasses.fields(self._settings)
+            field.name: _shown(field.name, getattr(self.settings, field.name))
+            for field in dataclasses.fields(self.settings)
         }
         return JSONResponse(
-            {"version": version("stepwell"), "settings": settings, **await self._server.describe()}
+            {"version": version("stepwell"), "settings": settings, **await self.server.describe()}
         )
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from starlette.requests import Request
@@ -30,25 +31,19 @@ class UnloadLoraBody(Body):
     lora_name: str
 
 
+@dataclass(eq=False)
 class LoraRoutes:
     """The routes that load and unload adapters, which must be below the directory `allowed`. If it
     is None, there are no such routes.
     """
 
-    def __init__(
-        self,
-        modules: LoraModules,
-        administration: Administration,
-        bodies: BodyReader,
-        allowed: Path | None,
-    ) -> None:
-        self._modules = modules
-        self._administration = administration
-        self._bodies = bodies
-        self._allowed = allowed
+    modules: LoraModules
+    administration: Administration
+    bodies: BodyReader
+    allowed: Path | None
 
     def routes(self) -> Sequence[Route]:
-        if self._allowed is None:
+        if self.allowed is None:
             return ()
         return (
             Route(
@@ -76,26 +71,26 @@ class LoraRoutes:
 
         Afterwards clients may request its name as the model.
         """
-        body = await self._bodies.read(request, LoadLoraBody)
-        assert self._allowed is not None
+        body = await self.bodies.read(request, LoadLoraBody)
+        assert self.allowed is not None
         in_place = body.load_inplace
-        self._modules.check_new(body.lora_name, in_place=in_place)
-        directory = within(self._allowed, body.lora_path)
+        self.modules.check_new(body.lora_name, in_place=in_place)
+        directory = within(self.allowed, body.lora_path)
         adapter = await asyncio.to_thread(read_adapter, body.lora_name, directory)
-        outcomes = await self._administration.load_adapter(adapter)
+        outcomes = await self.administration.load_adapter(adapter)
         failures = [outcome.error for outcome in outcomes if outcome.error is not None]
         refusals = [error for error in failures if not isinstance(error, Unavailable)]
         if refusals:
             raise _of_body(refusals[0])
         if len(failures) == len(outcomes):
             raise failures[0]
-        self._modules.add(adapter, in_place=in_place)
+        self.modules.add(adapter, in_place=in_place)
         return PlainTextResponse(f"Success: LoRA adapter '{adapter.name}' added successfully.")
 
     async def unload_lora_adapter(self, request: Request) -> Response:
         """Unloads an adapter. Running requests with this adapter continue."""
-        body = await self._bodies.read(request, UnloadLoraBody)
-        self._modules.remove(body.lora_name)
+        body = await self.bodies.read(request, UnloadLoraBody)
+        self.modules.remove(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import grpc
@@ -23,20 +23,14 @@ SAMPLE_SECONDS = 2.0
 _TIMEOUT_SECONDS = 1.0
 
 
+@dataclass(eq=False)
 class HistoryKeeper:
     """Queries the statistics of each connected scheduler every SAMPLE_SECONDS."""
 
-    def __init__(
-        self,
-        history: History,
-        membership: Membership,
-        links: SchedulerLinks,
-        num_queued: Callable[[], int],
-    ) -> None:
-        self.history = history
-        self._membership = membership
-        self._links = links
-        self._num_queued = num_queued
+    history: History
+    membership: Membership
+    links: SchedulerLinks
+    num_queued: Callable[[], int]
 
     async def run(self) -> None:
         while True:
@@ -44,16 +38,16 @@ class HistoryKeeper:
             await asyncio.sleep(SAMPLE_SECONDS)
 
     async def sample(self) -> None:
-        replicas = self._membership.replicas
+        replicas = self.membership.replicas
         statuses = await asyncio.gather(*map(self._status, replicas))
         by_address = {one.address: status for one, status in zip(replicas, statuses, strict=True)}
-        self.history.sampled(time.time(), by_address, self._num_queued())
+        self.history.sampled(time.time(), by_address, self.num_queued())
 
     async def _status(self, replica: Replica) -> ReplicaStatus:
         name = name_of(replica)
         if replica.is_connected:
             try:
-                stats = await self._links[replica.address].stats(_TIMEOUT_SECONDS)
+                stats = await self.links[replica.address].stats(_TIMEOUT_SECONDS)
                 return _status(name, replica, stats)
             except (KeyError, grpc.aio.AioRpcError):
                 pass

@@ -4,6 +4,7 @@ of one request with all its spans.
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -50,17 +51,17 @@ def _turns(traces: Iterable[StoredTrace], program: str) -> list[Document]:
     return [summary(trace) | {"turn": turn} for trace, turn in turns if turn is not None]
 
 
+@dataclass(eq=False)
 class TraceRoutes:
     """Reads the traces of ended requests from the trace store, and queries the replicas for the
     spans of running requests. If `sees_all` is true, a caller sees the traces of all requests, and
     otherwise only the traces of its own requests.
     """
 
-    def __init__(self, store: TraceStore | None, running: RunningTraces, *, sees_all: bool) -> None:
-        """If `store` is None, only running requests have traces."""
-        self._store = store
-        self._running = running
-        self._sees_all = sees_all
+    store: TraceStore | None
+    """If it is None, only running requests have traces."""
+    running: RunningTraces
+    sees_all: bool
 
     def routes(self) -> Sequence[Route]:
         return (
@@ -72,14 +73,14 @@ class TraceRoutes:
         """Lists running requests, and ended requests whose traces are stored."""
         query = read_query(request, TracesQuery)
         may_see = partial(self._may_see, request)
-        kept = [] if self._store is None else list(self._store.requests())
+        kept = [] if self.store is None else list(self.store.requests())
         mine = [trace for trace in kept if may_see(trace.caller_id)]
         if query.program is not None:
             turns = await asyncio.to_thread(_turns, mine, query.program)
             shown = _CHOICES[query.order](turns)[: query.limit]
             return self._answer(len(mine), shown)
         order = Order.OLDEST if query.order == "slowest" else Order.NEWEST
-        running = self._running.requests(may_see, query.limit, order)
+        running = self.running.requests(may_see, query.limit, order)
         listed = await asyncio.to_thread(
             lambda: _CHOICES[query.order](list(map(summary, [*running, *mine])))
         )
@@ -87,12 +88,12 @@ class TraceRoutes:
         return self._answer(len(mine), shown)
 
     def _answer(self, num_kept: int, shown: list[Document]) -> Response:
-        if self._store is not None:
+        if self.store is not None:
             for one in shown:
                 if not one["is_running"]:
-                    self._store.shown(one["trace_id"])
+                    self.store.shown(one["trace_id"])
         return JSONResponse(
-            {"are_kept": self._store is not None, "num_kept": num_kept, "traces": shown}
+            {"are_kept": self.store is not None, "num_kept": num_kept, "traces": shown}
         )
 
     async def trace(self, request: Request) -> Response:
@@ -101,8 +102,8 @@ class TraceRoutes:
         """
         name: str = request.path_params["name"]
         may_see = partial(self._may_see, request)
-        found = await self._running.find(name, may_see)
-        kept = None if self._store is None else self._store.find(name)
+        found = await self.running.find(name, may_see)
+        kept = None if self.store is None else self.store.find(name)
         if found is None:
             found = kept
         elif kept is not None and kept.trace_id == found.trace_id:
@@ -113,10 +114,10 @@ class TraceRoutes:
 
     def _may_see(self, request: Request, owner: str) -> bool:
         caller_id: str = request.state.caller.caller_id
-        return self._sees_all or not caller_id or owner == caller_id
+        return self.sees_all or not caller_id or owner == caller_id
 
     def _why_not(self, name: str) -> str:
-        if self._store is None:
+        if self.store is None:
             return (
                 "no request with this id is running, and this gateway keeps no traces: set "
                 "--trace-address, or ask the collector"

@@ -3,6 +3,7 @@ completions. The gateway answers requests to /render and /derender without a rep
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -74,11 +75,11 @@ class TokenRoutes:
         )
 
 
+@dataclass(eq=False)
 class RenderRoutes:
-    def __init__(self, inference: Inference, gate: Gate, bodies: BodyReader) -> None:
-        self._inference = inference
-        self._gate = gate
-        self._bodies = bodies
+    inference: Inference
+    gate: Gate
+    bodies: BodyReader
 
     async def render_completion(self, request: Request) -> Response:
         """Converts each prompt of a text completion to a body for /inference/v1/generate."""
@@ -99,11 +100,11 @@ class RenderRoutes:
     async def _answer(
         self, request: Request, kind: type[B], work: Callable[[B, Inference], Awaitable[Any]]
     ) -> Response:
-        with self._gate.enter():
-            body = await self._bodies.read(request, kind)
-            self._inference.check_model(body.model, request.state.caller)
+        with self.gate.enter():
+            body = await self.bodies.read(request, kind)
+            self.inference.check_model(body.model, request.state.caller)
             try:
-                return JsonReply(await work(body, self._inference))
+                return JsonReply(await work(body, self.inference))
             except StepwellError as error:
                 if isinstance(body, CompletionBody | ChatCompletionBody):
                     raise body.in_client_words(error) from error
