@@ -59,6 +59,7 @@ class Exchange:
     to_request: Callable[[], Awaitable[ClientRequest]]
 
 
+@dataclass(eq=False)
 class GenerationReply:
     """The answer to a request of any kind, streamed or whole.
 
@@ -68,35 +69,27 @@ class GenerationReply:
     answer is stored under an idempotency key.
     """
 
-    def __init__(
-        self,
-        read: Callable[[ExitStack], Awaitable[Exchange]],
-        inference: Inference,
-        hooks: RequestHooks,
-        gate: Gate,
-        observer: Observer,
-        keep_alive: float,
-    ) -> None:
-        """`read` reads the body. It is called after the gate has counted the request. When the
-        request ends, the stack that `read` receives is closed. A keep-alive is sent after
-        `keep_alive` seconds without an event. 0 disables keep-alives.
-        """
-        self._read = read
-        self._inference = inference
-        self._hooks = hooks
-        self._gate = gate
-        self._observer = observer
-        self._keep_alive = keep_alive
-        self._broken_off: Callable[[StepwellError], bytes] | None = None
-        """Returns the last events of a stream that an error ends."""
+    read: Callable[[ExitStack], Awaitable[Exchange]]
+    """Reads the body. It is called after the gate has counted the request. When the request ends,
+    the stack that it receives is closed.
+    """
+    inference: Inference
+    hooks: RequestHooks
+    gate: Gate
+    observer: Observer
+    keep_alive: float
+    """A keep-alive is sent after this number of seconds without an event. 0 disables keep-alives.
+    """
+    _broken_off: Callable[[StepwellError], bytes] | None = None
+    """Returns the last events of a stream that an error ends."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with ExitStack() as entered:
                 state = scope["state"]
-                with self._observer.counting_refusals(state["record"], state["caller"]):
-                    entered.enter_context(self._gate.enter())
-                    exchange = await self._read(entered)
+                with self.observer.counting_refusals(state["record"], state["caller"]):
+                    entered.enter_context(self.gate.enter())
+                    exchange = await self.read(entered)
                 with while_connected(state[CLIENT]):
                     await self._work(exchange, scope, receive, send)
         except StepwellError as error:
@@ -104,7 +97,7 @@ class GenerationReply:
 
     async def _work(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with self._observer.observing(
+            with self.observer.observing(
                 exchange.api.operation, exchange.record, exchange.caller
             ) as observation:
                 await self._generate(exchange, observation, scope["state"], send)
@@ -126,7 +119,7 @@ class GenerationReply:
     async def _generate(
         self, exchange: Exchange, observation: Observation, state: dict[str, Any], send: Send
     ) -> None:
-        inference, record, body = self._inference, exchange.record, exchange.body
+        inference, record, body = self.inference, exchange.record, exchange.body
         api, stream = exchange.api, None
         is_stream = isinstance(body, StreamedBody) and body.stream
         if is_stream and isinstance(api, type) and issubclass(api, StreamingDialect):
@@ -142,7 +135,7 @@ class GenerationReply:
             generation = await inference.prepare(request, record.trace_headers, exchange.deadline)
             if stream is None:
                 inference.check_num_logprobs(generation)
-            generation = await self._hooks.before_queue(generation, record, api.id_prefix)
+            generation = await self.hooks.before_queue(generation, record, api.id_prefix)
         record.enter(Part.PREPARE)
         adapter = generation.request.adapter
         name = inference.model_name if adapter is None else adapter.name
@@ -160,7 +153,7 @@ class GenerationReply:
             with ExitStack() as entered:
                 entered.enter_context(ending_at(exchange.deadline, delivery.end))
                 if stream is not None:
-                    entered.enter_context(kept_alive(stream, self._keep_alive, delivery.wake))
+                    entered.enter_context(kept_alive(stream, self.keep_alive, delivery.wake))
                 await delivery.run()
         if isinstance(sink, EventStream):
             await sink.close(metrics_body(record) if body.include_metrics else None)
@@ -174,11 +167,11 @@ class GenerationReply:
     async def _until_limits(self, record: RequestRecord, stream: EventStream | None) -> None:
         """Waits for the first replica. Meanwhile a stream sends keep-alives."""
         if stream is None:
-            await self._inference.until_limits(record.wait)
+            await self.inference.until_limits(record.wait)
             return
         async with asyncio.TaskGroup() as tasks:
-            with kept_alive(stream, self._keep_alive, lambda: tasks.create_task(stream.drain())):
-                await self._inference.until_limits(record.wait)
+            with kept_alive(stream, self.keep_alive, lambda: tasks.create_task(stream.drain())):
+                await self.inference.until_limits(record.wait)
 
     async def _refuse(
         self, error: StepwellError, scope: Scope, receive: Receive, send: Send

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import Field
@@ -35,27 +36,18 @@ class ActivityQuery(Query):
     after: list[Annotated[str, Field(pattern=r"^[0-9]{1,18}@.+$")]] = Field(default_factory=list)
 
 
+@dataclass(eq=False)
 class ActivityRoutes:
     """The handlers of the routes. If `sees_all` is true, a caller sees the ids of all requests, and
     otherwise only the ids of its own requests.
     """
 
-    def __init__(
-        self,
-        feed: ActivityFeed,
-        history: History,
-        inference: Inference,
-        fleet: Fleet,
-        gate: Gate,
-        *,
-        sees_all: bool,
-    ) -> None:
-        self._feed = feed
-        self._history = history
-        self._inference = inference
-        self._fleet = fleet
-        self._gate = gate
-        self._sees_all = sees_all
+    feed: ActivityFeed
+    recorded: History
+    inference: Inference
+    fleet: Fleet
+    gate: Gate
+    sees_all: bool
 
     def routes(self) -> Sequence[Route]:
         return (
@@ -72,7 +64,7 @@ class ActivityRoutes:
 
     async def history(self, _request: Request) -> Response:
         """Shows latencies, rates, queues, pools and events of the last minutes."""
-        document = history_document(self._history, time.time())
+        document = history_document(self.recorded, time.time())
         return JSONResponse(document, headers={"Cache-Control": "no-store"})
 
     async def activity(self, request: Request) -> Response:
@@ -81,26 +73,26 @@ class ActivityRoutes:
         """
         query = read_query(request, ActivityQuery)
         caller_id: str = request.state.caller.caller_id
-        own = None if self._sees_all or not caller_id else set(self._ids_of(caller_id))
+        own = None if self.sees_all or not caller_id else set(self._ids_of(caller_id))
         tenant = None if own is None else tenant_digest(caller_id)
         after = dict(_cursors(query.after))
         replicas = [
             _replica(sample, after.get(sample.address, -1), own, tenant)
             if query.replica in ("", sample.address)
             else _in_short(sample)
-            for sample in await self._feed.samples()
+            for sample in await self.feed.samples()
         ]
         return JSONResponse(
             {
-                "model": self._inference.model_name,
+                "model": self.inference.model_name,
                 "models": [
                     one.model_name
-                    for one in (self._inference, *self._inference.others)
+                    for one in (self.inference, *self.inference.others)
                     if request.state.caller.may_use(one.model_name)
                 ],
                 "unix_seconds": time.time(),
-                "draining": not self._gate.is_open,
-                "requests_in_flight": self._gate.inside,
+                "draining": not self.gate.is_open,
+                "requests_in_flight": self.gate.inside,
                 "queued": self._queued(own),
                 "replicas": replicas,
             },
@@ -114,16 +106,16 @@ class ActivityRoutes:
                 "wait_reason": queued.reason,
                 "seconds": queued.seconds,
             }
-            for queued in self._fleet.queued(_MAX_QUEUED)
+            for queued in self.fleet.queued(_MAX_QUEUED)
         ]
 
     def _ids_of(self, caller_id: str) -> Iterator[str]:
         """Yields the ids of a caller's sequences at replicas and in this gateway's queue."""
-        for replica in self._fleet.membership.replicas:
+        for replica in self.fleet.membership.replicas:
             for inflight in replica.running.values():
                 if inflight.request.caller.caller_id == caller_id:
                     yield inflight.request.request_id
-        for queued in self._fleet.queued(_MAX_QUEUED):
+        for queued in self.fleet.queued(_MAX_QUEUED):
             if queued.inflight.request.caller.caller_id == caller_id:
                 yield queued.inflight.request.request_id
 

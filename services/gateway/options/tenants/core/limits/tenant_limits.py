@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -134,28 +135,20 @@ class TenantLimits:
         return Allowance(tenant, limits, slot, standing, self.store, self._num_cached_tokens)
 
 
+@dataclass(eq=False)
 class Allowance:
     """The amounts that one request has taken from its tenant's limits. `close` must be called
     exactly once, at the request's end.
     """
 
-    def __init__(
-        self,
-        tenant: Tenant,
-        limits: LimitSet,
-        slot: str,
-        standing: Standing,
-        store: LimitStore,
-        num_cached_tokens: Callable[[EngineRequest], int],
-    ) -> None:
-        self.tenant = tenant
-        self.limits = limits
-        self.standing = standing
-        """The levels of the tenant's limits after the last change."""
-        self._slot = slot
-        self.store = store
-        self._num_cached_tokens = num_cached_tokens
-        self._num_reserved = 0
+    tenant: Tenant
+    limits: LimitSet
+    slot: str
+    standing: Standing
+    """The levels of the tenant's limits after the last change."""
+    store: LimitStore
+    num_cached_tokens: Callable[[EngineRequest], int]
+    _num_reserved: int = 0
 
     async def reserve(self, generation: Generation) -> None:
         """Reserves the largest number of tokens that the request may use. Raises QuotaExceeded if
@@ -174,7 +167,7 @@ class Allowance:
                 quota=Quota.TOKENS.value,
                 may_retry=False,
             )
-        change = Change(self._slot, num_tokens=num_tokens)
+        change = Change(self.slot, num_tokens=num_tokens)
         standing = self.standing = await self.store.take(self.limits, change)
         if standing.refused_by is not None:
             raise LimitReached(self.limits, standing, num_tokens)
@@ -193,7 +186,7 @@ class Allowance:
         num_used = self._num_reserved if kept is not None else _num_used(generation)
         holds = self.limits.max_concurrent_requests is not None
         change = Change(
-            self._slot,
+            self.slot,
             num_requests=-1 if was_refused else 0,
             num_tokens=num_used - self._num_reserved,
             slot_change=SlotChange.RELEASE if holds else SlotChange.KEEP,
@@ -215,7 +208,7 @@ class Allowance:
             num_used = num_uncached + made.num_tokens - generation.num_resumed_tokens
         if num_used != self._num_reserved:
             num_tokens = num_used - self._num_reserved
-            change = Change(self._slot, num_tokens=num_tokens, must_fit=False)
+            change = Change(self.slot, num_tokens=num_tokens, must_fit=False)
             self.store.give_back(self.limits, change)
 
     def _demand(self, generation: Generation, limit: int) -> int:
@@ -225,7 +218,7 @@ class Allowance:
         request = generation.request
         firsts = generation.sequences[:: request.num_candidates]
         num_uncached = sum(
-            len(first.prompt_token_ids) - self._num_cached_tokens(first) for first in firsts
+            len(first.prompt_token_ids) - self.num_cached_tokens(first) for first in firsts
         )
         longest = sum(sequence.sampling.max_tokens or 0 for sequence in generation.sequences)
         if request.sampling.max_tokens is None and request.default_max_tokens is None:
