@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from services.worker.models.suitability.tensor_files import SINGLE_FILE
+from services.worker.models.files.tensor_files import SINGLE_FILE
 
 _GROUPS = (128, 64, 32, 16, 8)
 _MOST = 7

@@ -14,14 +14,14 @@ from safetensors import SafetensorError, safe_open
 from services.worker.backends.quantized import QuantizedWeight
 from services.worker.models.errors import ModelFileError, ModelTensorError
 from services.worker.models.files.gguf import BLOCK_TYPES, GgufFile
-from services.worker.models.files.tensor_info import TensorInfo
-from services.worker.models.suitability.tensor_files import (
+from services.worker.models.files.tensor_files import (
     GGUF_SUFFIX,
     INDEX_FILE,
     SINGLE_FILE,
     find_tensors,
     named,
 )
+from services.worker.models.files.tensor_info import TensorInfo
 
 logger = logging.getLogger(__name__)
 

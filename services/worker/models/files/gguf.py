@@ -17,7 +17,7 @@ import torch
 
 from services.worker.backends.arrays import Float32Array, UInt8Array
 from services.worker.backends.quantized import QuantizedWeight
-from services.worker.models.suitability.gguf_tensors import BLOCK_SIZES, read_gguf_tensors
+from services.worker.models.files.gguf_tensors import BLOCK_SIZES, read_gguf_tensors
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,10 @@ from services.worker.backends.lora import LoraFactors, LoraLayer, LoraShape, Pac
 from services.worker.models.config import ModelConfig
 from services.worker.models.errors import ModelConfigError, ModelTensorError, UnsupportedModel
 from services.worker.models.files.checkpoint import WHOLE, Checkpoint, TensorReader, check_dtype
+from services.worker.models.files.tensor_files import read_header
 from services.worker.models.lora.peft_config import PeftConfig, read_peft_config
 from services.worker.models.shard import Shard, of_width
 from services.worker.models.stage import StageLayers
-from services.worker.models.suitability.tensor_files import read_header
 
 _NUM_FACTORS = {"qkv": 3, "gate_up": 2}
 _PREFIX = "base_model.model."

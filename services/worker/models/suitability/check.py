@@ -6,10 +6,10 @@ from services.worker.models.architecture import Architecture, native_architectur
 from services.worker.models.config import read_architecture, read_model_config
 from services.worker.models.errors import UnsupportedModel
 from services.worker.models.files.json_file import read_json_object
+from services.worker.models.files.other_weights import no_configuration
+from services.worker.models.files.tensor_files import find_tensors
 from services.worker.models.pooling_config import RunnerSetting, generates, read_pooling
 from services.worker.models.shard import check_divisible, check_stages
-from services.worker.models.suitability.other_weights import no_configuration
-from services.worker.models.suitability.tensor_files import find_tensors
 from services.worker.models.suitability.transformers_rules import check_decoder, check_whole
 
 

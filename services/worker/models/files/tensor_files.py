@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.worker.models.errors import ModelFileError, ModelTensorError
+from services.worker.models.files.gguf_tensors import read_gguf
 from services.worker.models.files.json_file import read_json_object
+from services.worker.models.files.other_weights import no_weights
 from services.worker.models.files.tensor_info import TensorInfo
-from services.worker.models.suitability.gguf_tensors import read_gguf
-from services.worker.models.suitability.other_weights import no_weights
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
