@@ -18,12 +18,10 @@ import torch
 
 from benchmarks.common.in_process import InProcess
 from benchmarks.worker.texts import Text
-from services.worker.backends.attention import LayerAttention
-from services.worker.backends.lora import LoraRows
 from services.worker.core.drafts.draft_model import DraftModel
 from services.worker.core.model_runner import ModelRunner
 from services.worker.core.worker import Worker
-from services.worker.models.model import Model
+from services.worker.models.model import Model, ModelInput
 from services.worker.settings import WorkerSettings
 
 RAISED = 1e4
@@ -68,22 +66,14 @@ class ToldModel:
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._model.compute_logits(hidden)
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        attention: LayerAttention,
-        embedded: torch.Tensor | None = None,
-        wanted: torch.Tensor | None = None,
-        lora: LoraRows | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, given: ModelInput) -> tuple[torch.Tensor, torch.Tensor | None]:
         self.num_steps += 1
         began = self._clock()
-        found = self._model.forward(token_ids, positions, attention, embedded, wanted, lora)
-        if len(token_ids) <= MAX_NUM_SEQS:
+        found = self._model.forward(given)
+        if len(given.token_ids) <= MAX_NUM_SEQS:
             self.seconds.append(self._clock() - began)
         if found[1] is not None:
-            at = positions if wanted is None else positions[wanted]
+            at = given.positions if given.wanted is None else given.positions[given.wanted]
             found[1][torch.arange(len(at)), self._next_tokens[at]] += RAISED
         return found
 

@@ -15,10 +15,9 @@ import torch
 from services.worker.backends.arrays import Int32Array
 from services.worker.backends.attention import LayerAttention, PagedAttention, StepLayout
 from services.worker.backends.choices import KernelsSetting, KVCacheDtype
-from services.worker.backends.lora import LoraRows
 from services.worker.backends.ranks import ALONE, Ranks
 from services.worker.core.model_runner import ModelRunner
-from services.worker.models.model import Model
+from services.worker.models.model import Model, ModelInput
 from services.worker.models.quantization_config import QuantizationSetting
 from services.worker.sampling.logprobs import LogprobRows
 from tests.worker.runner_driver import Driver, Request, build_runner
@@ -58,22 +57,14 @@ class Recorder:
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._model.compute_logits(hidden)
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        attention: LayerAttention,
-        embedded: torch.Tensor | None = None,
-        wanted: torch.Tensor | None = None,
-        lora: LoraRows | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, given: ModelInput) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Runs the model. Computes the logits of all rows, even of those that need none."""
-        hidden, logits = self._model.forward(
-            token_ids, positions, attention, embedded, wanted, lora
-        )
+        hidden, logits = self._model.forward(given)
         whole = self._model.compute_logits(hidden)
         if logits is not None:
-            assert_same_bits(logits, whole if wanted is None else whole[wanted], "wanted rows")
+            assert_same_bits(
+                logits, whole if given.wanted is None else whole[given.wanted], "wanted rows"
+            )
         assert self._layout is not None
         starts = self._layout.query_starts.tolist()
         for number, row in enumerate(self._layout.rows.tolist()):

@@ -14,7 +14,7 @@ import torch
 from services.worker.backends.arrays import Int64Array
 from services.worker.backends.attention import LayerAttention, StepLayout
 from services.worker.backends.device import Device
-from services.worker.models.model import Model
+from services.worker.models.model import Model, ModelInput
 
 
 class DecodeStep(LayerAttention, Protocol):
@@ -65,9 +65,10 @@ class _Program:
         self._step = step
         self._token_ids = torch.zeros(lanes, dtype=torch.int64, device=there)
         self._positions = torch.zeros(lanes, dtype=torch.int64, device=there)
+        given = ModelInput(self._token_ids, self._positions, step)
 
         def logits() -> torch.Tensor:
-            _, computed = model.forward(self._token_ids, self._positions, step)
+            _, computed = model.forward(given)
             assert computed is not None
             return computed
 

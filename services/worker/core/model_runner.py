@@ -39,7 +39,7 @@ from services.worker.core.pooler import PromptPooler
 from services.worker.core.sampled import PendingOutput, Sampled
 from services.worker.core.step import StepInput, StepOutput
 from services.worker.core.step_sampler import StepSampler
-from services.worker.models.model import Model, wanted_rows
+from services.worker.models.model import Model, ModelInput, wanted_rows
 from services.worker.sampling.grammar import Grammars
 
 _WITHOUT_ADAPTER = -1
@@ -260,7 +260,8 @@ class ModelRunner:
             lora = lora_rows(tokens, self._adapter_of, self.device)
         positions = self.device.upload(tokens.positions)
         attention = self.attention.begin_step(tokens.layouts)
-        hidden, logits = self.model.forward(token_ids, positions, attention, embedded, wanted, lora)
+        given = ModelInput(token_ids, positions, attention, embedded, wanted, lora)
+        hidden, logits = self.model.forward(given)
         if self.lockstep is not None:
             self.lockstep.add_hidden_states(hidden)
         return hidden, logits

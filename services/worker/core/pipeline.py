@@ -15,17 +15,15 @@ It refuses a step that the previous stage was not sent.
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
 from services.common.errors import Aborted
-from services.worker.backends.attention import LayerAttention
-from services.worker.backends.lora import LoraRows
 from services.worker.core.errors import InvalidStep
 from services.worker.core.step import StepInput
-from services.worker.models.model import Model
+from services.worker.models.model import Model, ModelInput
 
 _HEADER_LENGTH = 4
 
@@ -143,18 +141,10 @@ class StagedModel:
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         return self.model.embed(token_ids)
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        attention: LayerAttention,
-        embedded: torch.Tensor | None = None,
-        wanted: torch.Tensor | None = None,
-        lora: LoraRows | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, given: ModelInput) -> tuple[torch.Tensor, torch.Tensor | None]:
         if not self.stage.is_first:
-            embedded = self.stage.receive(len(token_ids))
-        hidden, logits = self.model.forward(token_ids, positions, attention, embedded, wanted, lora)
+            given = replace(given, embedded=self.stage.receive(len(given.token_ids)))
+        hidden, logits = self.model.forward(given)
         if not self.stage.is_last:
             self.stage.send(hidden)
         return hidden, logits

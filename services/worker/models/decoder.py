@@ -13,9 +13,9 @@ import torch.nn.functional as F  # noqa: N812
 
 from services.worker.backends.attention import AttentionLayer, LayerAttention, Rotation
 from services.worker.backends.kernels import DecoderConstants, DecoderWeights, Kernels, LayerWeights
-from services.worker.backends.lora import NO_DELTAS, LayerDeltas, LoraRows, LoraStep
+from services.worker.backends.lora import NO_DELTAS, LayerDeltas, LoraStep
 from services.worker.models.config import ModelConfig
-from services.worker.models.model import wanted_logits
+from services.worker.models.model import ModelInput, wanted_logits
 from services.worker.models.rope_tables import cos_sin_table
 
 
@@ -51,26 +51,20 @@ class Decoder:
         embedded = F.embedding(token_ids, self._weights.embedding)
         return embedded if self._embedding_scale == 1 else embedded * self._embedding_scale
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        attention: LayerAttention,
-        embedded: torch.Tensor | None = None,
-        wanted: torch.Tensor | None = None,
-        lora: LoraRows | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, given: ModelInput) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Runs the layers. Rows that pad the batch are computed too. Only the last stage normalizes
         the hidden states that it returns.
         """
-        adapters = None if lora is None else self._kernels.lora_step(lora)
-        if self._fused is not None and self._fused.accepts(attention):
-            hidden, logits = self._fused(token_ids, attention, embedded, wanted, adapters)
+        adapters = None if given.lora is None else self._kernels.lora_step(given.lora)
+        if self._fused is not None and self._fused.accepts(given.attention):
+            hidden, logits = self._fused(
+                given.token_ids, given.attention, given.embedded, given.wanted, adapters
+            )
             return hidden, None if logits is None else self._capped(logits)
-        hidden = self._through_layers(token_ids, positions, attention, embedded, adapters)
+        hidden = self._through_layers(given, adapters)
         if self._weights.head is None:
             return hidden, None
-        return hidden, wanted_logits(self, hidden, wanted)
+        return hidden, wanted_logits(self, hidden, given.wanted)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         num_rows, head = len(hidden), self._weights.head
@@ -83,25 +77,19 @@ class Decoder:
         cap = self._config.logits_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    def _through_layers(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        attention: LayerAttention,
-        embedded: torch.Tensor | None,
-        adapters: LoraStep | None,
-    ) -> torch.Tensor:
-        kernels, epsilon, num_tokens = self._kernels, self._config.rms_norm_eps, len(token_ids)
+    def _through_layers(self, given: ModelInput, adapters: LoraStep | None) -> torch.Tensor:
+        kernels, epsilon = self._kernels, self._config.rms_norm_eps
+        num_tokens, attention = len(given.token_ids), given.attention
         ranks = self._weights.ranks
         padding = (0, kernels.padded_rows(num_tokens) - num_tokens)
-        positions = F.pad(positions, padding)
+        positions = F.pad(given.positions, padding)
         rotations = [
             Rotation(whole.cos[positions], whole.sin[positions]) for whole in self._rotations
         ]
-        if embedded is None:
-            residual = self.embed(F.pad(token_ids, padding))
+        if given.embedded is None:
+            residual = self.embed(F.pad(given.token_ids, padding))
         else:
-            residual = F.pad(embedded, (0, 0, *padding))
+            residual = F.pad(given.embedded, (0, 0, *padding))
         hidden = kernels.rms_norm(residual, self._weights.layers[0].input_norm, epsilon)
         for index, layer in enumerate(self._weights.layers):
             rotation = rotations[self._rope_of[index]]

@@ -21,31 +21,35 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class ModelInput:
+    """The input of a model for a step. The step has n tokens."""
+
+    token_ids: torch.Tensor
+    """int64 [n]."""
+    positions: torch.Tensor
+    """int64 [n]."""
+    attention: LayerAttention
+    embedded: torch.Tensor | None = None
+    """Embeddings [n, hidden_size] that replace `embed(token_ids)`, and may be overwritten. In a
+    later pipeline stage, the hidden states of the previous stage.
+    """
+    wanted: torch.Tensor | None = None
+    """int64 [m]: ascending indexes of the tokens whose logits are returned. None means all tokens.
+    """
+    lora: LoraRows | None = None
+    """The adapters of the tokens, if the model supports LoRA."""
+
+
 class Model(Protocol):
     """A decoder over a paged cache."""
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Maps token ids, int64 [n], to the first layer's input, a new tensor [n, hidden_size]."""
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        attention: LayerAttention,
-        embedded: torch.Tensor | None = None,
-        wanted: torch.Tensor | None = None,
-        lora: LoraRows | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Maps token ids and positions, int64 [n], to hidden states [n, hidden_size] and wanted
-        logits.
-
-        The logits are float32 [m, vocab_size], or None if m is 0. `embedded` [n, hidden_size]
-        replaces `embed(token_ids)`, and may be overwritten. `wanted` int64 [m]: ascending indexes
-        of the tokens whose logits are returned. None means all tokens.
-
-        In a later pipeline stage, `embedded` is the hidden states of the previous stage. Stages
-        before the last return no logits. `lora`: the adapters of the tokens, if the model supports
-        LoRA.
+    def forward(self, given: ModelInput) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns hidden states [n, hidden_size] and the wanted logits, float32 [m, vocab_size], or
+        None if m is 0. Pipeline stages before the last return no logits.
         """
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from services.worker.core.step import NewRequest, StepInput, StepOutput
 from services.worker.core.worker import WorkerDescription
 from services.worker.models.errors import ModelError
 from services.worker.models.files.checkpoint import open_checkpoint
-from services.worker.models.model import Model
+from services.worker.models.model import Model, ModelInput
 from services.worker.parts.model import load_parts
 from services.worker.parts.rank_setup import set_up_rank
 from services.worker.parts.refusals import refuse_draft_model
@@ -37,9 +37,9 @@ class Watched:
         self._model = model
         self.calls: list[list[int]] = []
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, *more: Any, **named: Any):
-        self.calls.append(positions.tolist())
-        return self._model.forward(token_ids, positions, *more, **named)
+    def forward(self, given: ModelInput) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self.calls.append(given.positions.tolist())
+        return self._model.forward(given)
 
     def take(self) -> list[list[int]]:
         calls, self.calls = self.calls, []

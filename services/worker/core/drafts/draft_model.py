@@ -34,7 +34,7 @@ from services.worker.core.batch.input_batch import BatchLimits, InputBatch
 from services.worker.core.batch.layout import lay_out
 from services.worker.core.drafts.draft_source import DraftSource, WantedDrafts
 from services.worker.core.step import StepInput
-from services.worker.models.model import Model
+from services.worker.models.model import Model, ModelInput
 
 
 class DraftModel(DraftSource):
@@ -174,12 +174,13 @@ class DraftModel(DraftSource):
         tokens = lay_out(StepInput(0, 0, rows, ends - starts, starts), batch)
         sampling = np.flatnonzero(samples[tokens.order])
         last_tokens = tokens.layouts[0].query_starts[1:][sampling].astype(np.int64) - 1
-        _, logits = self.model.forward(
+        given = ModelInput(
             torch.from_numpy(tokens.token_ids),
             torch.from_numpy(tokens.positions),
             self._attention.begin_step((tokens.layouts[self._group],)),
             wanted=torch.from_numpy(last_tokens),
         )
+        _, logits = self.model.forward(given)
         found = np.zeros(len(rows), np.int32)
         if logits is not None:
             found[tokens.order[sampling]] = logits.numpy().argmax(axis=1)

@@ -24,12 +24,11 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from services.worker.backends.attention import AttentionLayer, LayerAttention, StateLayer
 from services.worker.backends.hybrid_cache import HybridStep
-from services.worker.backends.lora import LoraRows
 from services.worker.backends.out_of_memory import is_out_of_memory
 from services.worker.models.from_transformers import recurrent
 from services.worker.models.from_transformers.probe import Probe, Refused
 from services.worker.models.from_transformers.recurrent import RecurFunction, RecurrentProbe
-from services.worker.models.model import wanted_logits
+from services.worker.models.model import ModelInput, wanted_logits
 
 ATTENTION_NAME = "stepwell"
 
@@ -83,31 +82,24 @@ class TransformersDecoder:
         embedded: torch.Tensor = self._embedding(token_ids[None])[0]
         return embedded
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        attention: LayerAttention,
-        embedded: torch.Tensor | None = None,
-        wanted: torch.Tensor | None = None,
-        lora: LoraRows | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        assert lora is None, "layers that transformers runs take no adapters"
-        attend, num_tokens = _from_cache(attention, self._attention_index), len(token_ids)
+    def forward(self, given: ModelInput) -> tuple[torch.Tensor, torch.Tensor | None]:
+        assert given.lora is None, "layers that transformers runs take no adapters"
+        attention, num_tokens = given.attention, len(given.token_ids)
+        attend = _from_cache(attention, self._attention_index)
         recur = None
         if self._recurrent:
             assert isinstance(attention, HybridStep), "recurrent layers need a cache of states"
             recur = recurrent.recurring_from(attention, self._padded_rows)
         padding = (0, self._padded_rows(num_tokens) - num_tokens)
-        positions = F.pad(positions, padding)
-        if embedded is None:
-            token_ids = F.pad(token_ids, padding)
+        positions = F.pad(given.positions, padding)
+        if given.embedded is None:
+            token_ids = F.pad(given.token_ids, padding)
             hidden = self._forward(attend, recur, positions, input_ids=token_ids[None])
         else:
-            embedded = F.pad(embedded, (0, 0, *padding))
+            embedded = F.pad(given.embedded, (0, 0, *padding))
             hidden = self._forward(attend, recur, positions, inputs_embeds=embedded[None])
         hidden = hidden[:num_tokens]
-        return hidden, wanted_logits(self, hidden, wanted)
+        return hidden, wanted_logits(self, hidden, given.wanted)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Computes logits, including operations that the model applies after its projection."""

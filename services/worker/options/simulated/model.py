@@ -27,8 +27,8 @@ import torch
 
 from services.worker.backends.arrays import Float32Array, UInt64Array
 from services.worker.backends.attention import LayerAttention
-from services.worker.backends.lora import LoraLayer, LoraRows
-from services.worker.models.model import wanted_logits, wanted_rows
+from services.worker.backends.lora import LoraLayer
+from services.worker.models.model import ModelInput, wanted_logits, wanted_rows
 from services.worker.options.simulated.hashing import mix, numbers_from
 from services.worker.profiles.profile import ModelSize
 
@@ -110,16 +110,9 @@ class SimulatedModel:
         embedded[:, 0] = token_ids
         return embedded
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        attention: LayerAttention,
-        embedded: torch.Tensor | None = None,
-        wanted: torch.Tensor | None = None,
-        lora: LoraRows | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        keys, before = token_ids.numpy().astype(np.uint64), None
+    def forward(self, given: ModelInput) -> tuple[torch.Tensor, torch.Tensor | None]:
+        keys, before = given.token_ids.numpy().astype(np.uint64), None
+        attention, embedded, lora = given.attention, given.embedded, given.lora
         if self._receives:
             assert embedded is not None
             keys, before = _unpack(embedded)
@@ -140,8 +133,8 @@ class SimulatedModel:
         hidden = torch.from_numpy(hashes.view(np.int64))[:, None]
         if self._pools:
             hidden = torch.from_numpy(self._noise_of(hashes) - np.float32(0.5))
-            return hidden, wanted_logits(self, hidden, wanted)
-        states = wanted_rows(hidden, wanted)
+            return hidden, wanted_logits(self, hidden, given.wanted)
+        states = wanted_rows(hidden, given.wanted)
         if states is None:
             return hidden, None
         if len(self._logits) < len(states):

@@ -5,14 +5,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from services.worker.backends.attention import LayerAttention
-from services.worker.backends.lora import LoraRows
 from services.worker.core.batch.input_batch import BatchLimits
 from services.worker.core.sampled import PendingOutput
 from services.worker.core.step import StepInput, StepOutput
 from services.worker.core.step_times import StepTimes
 from services.worker.core.worker import StepRunner
-from services.worker.models.model import Model
+from services.worker.models.model import Model, ModelInput
 from services.worker.options.simulated.cache import SimulatedStep
 from services.worker.options.simulated.device import SimulatedDevice
 from services.worker.options.simulated.faults import Faults
@@ -36,25 +34,17 @@ class TimedModel:
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         return self.model.embed(token_ids)
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        attention: LayerAttention,
-        embedded: torch.Tensor | None = None,
-        wanted: torch.Tensor | None = None,
-        lora: LoraRows | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if not isinstance(attention, SimulatedStep):
+    def forward(self, given: ModelInput) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if not isinstance(given.attention, SimulatedStep):
             raise AssertionError("the simulated device has a cache of its own")
-        layout = attention.layouts[0]
+        layout = given.attention.layouts[0]
         counts = np.diff(layout.query_starts)
         if self.receives:
             self.device.received()
         if self.faults is not None:
             self.faults.at_step()
         self.device.queue(self.times.seconds(counts, layout.seq_lens - counts))
-        output = self.model.forward(token_ids, positions, attention, embedded, wanted, lora)
+        output = self.model.forward(given)
         if self.sends:
             self.device.wait_until(self.device.ends)
         return output

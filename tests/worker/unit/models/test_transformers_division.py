@@ -35,7 +35,7 @@ from services.worker.models.from_transformers.checkpoint import load_checkpoint
 from services.worker.models.from_transformers.division import Division
 from services.worker.models.from_transformers.model import read_transformers_config
 from services.worker.models.load import load_model
-from services.worker.models.model import LoadedModel, LoadOptions
+from services.worker.models.model import LoadedModel, LoadOptions, ModelInput
 from services.worker.parallel.group import Timeouts
 from tests.worker.rank_threads import RankThread, on_ranks
 
@@ -145,8 +145,8 @@ class Causal:
 def logits_of(loaded: LoadedModel) -> tuple[torch.Tensor, torch.Tensor]:
     ids = positions = torch.arange(NUM_TOKENS)
     model, attention = loaded.model, Causal(loaded.attention)
-    _, told = model.forward(ids, positions, attention)
-    _, embedded = model.forward(ids * 0, positions, attention, model.embed(ids))
+    _, told = model.forward(ModelInput(ids, positions, attention))
+    _, embedded = model.forward(ModelInput(ids * 0, positions, attention, model.embed(ids)))
     assert told is not None
     assert embedded is not None
     return told, embedded
