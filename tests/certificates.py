@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 
+from services.common.tls.certificate_check import check_certificate
 from services.common.tls.certificate_watch import CertificateWatch
 from services.common.tls.certificates import CertificateFiles, PemFile
 from services.common.tls.credentials import Tls
@@ -107,7 +108,7 @@ class Files:
 
     def tls(self, *allowed: str, server_name: str | None = None, mutual: bool = True) -> Tls:
         """A TLS configuration with these files. Only `watch.look()` reads changed files again."""
-        watch = CertificateWatch("internal", self.files(mutual=mutual))
+        watch = CertificateWatch("internal", self.files(mutual=mutual), check_certificate)
         return Tls(watch, frozenset(allowed), server_name)
 
     def settings(self, prefix: str = "internal_tls", ca: str = "ca") -> dict[str, Path]:

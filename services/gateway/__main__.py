@@ -14,7 +14,6 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from opentelemetry.metrics import Meter
 
@@ -23,6 +22,7 @@ from services.common.process.lifecycle import run_service
 from services.common.telemetry.metrics import serving_metrics
 from services.common.telemetry.otlp_metrics import service_meter
 from services.common.telemetry.tracing import Tracing, service_tracing
+from services.common.tls.credentials import Tls
 from services.common.tls.settings import TlsFields, tls_of
 from services.gateway.adapters.process_limits import connections_within_limit, give_memory_back
 from services.gateway.adapters.tokenizer.chat_template_options import ChatTemplateOptions
@@ -32,9 +32,6 @@ from services.gateway.options.option import Option
 from services.gateway.parts import Parts
 from services.gateway.servers import admin_server, grpc_server, http_server
 from services.gateway.settings import GatewaySettings
-
-if TYPE_CHECKING:
-    from services.common.tls.credentials import Tls
 
 SERVICE = "gateway"
 PUBLIC_TLS = TlsFields(
@@ -128,8 +125,8 @@ class Gateway:
         settings: GatewaySettings,
         tokenizer: HfTokenizer,
         tracing: Tracing,
-        tls: "Tls | None" = None,
-        internal_tls: "Tls | None" = None,
+        tls: Tls | None = None,
+        internal_tls: Tls | None = None,
         meter: Meter | None = None,
         further: Sequence[tuple[GatewaySettings, HfTokenizer]] = (),
     ) -> None:

@@ -6,7 +6,6 @@ import secrets
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from opentelemetry.metrics import Meter, NoOpMeter
 
@@ -14,6 +13,7 @@ from services.common.request.tokenizer_files import tokenizer_fingerprint
 from services.common.telemetry.exposition import Exposition
 from services.common.telemetry.tracing import Tracing
 from services.common.telemetry.tracing_metrics import TracingCollector
+from services.common.tls.credentials import Tls
 from services.common.tls.metrics import TlsCollector
 from services.gateway.adapters.directory.follower import make_follower
 from services.gateway.adapters.directory.metrics import IndexCollector
@@ -42,9 +42,6 @@ from services.gateway.options.listed import OPTIONS
 from services.gateway.options.option import OptionParts, Options
 from services.gateway.settings import GatewaySettings
 
-if TYPE_CHECKING:
-    from services.common.tls.credentials import Tls
-
 
 class Parts:
     """The core of a gateway and its adapters. The class Gateway starts and stops them."""
@@ -54,8 +51,8 @@ class Parts:
         settings: GatewaySettings,
         tokenizer: HfTokenizer,
         tracing: Tracing,
-        tls: "Tls | None" = None,
-        internal_tls: "Tls | None" = None,
+        tls: Tls | None = None,
+        internal_tls: Tls | None = None,
         meter: Meter | None = None,
         *,
         labels: Mapping[str, str] | None = None,

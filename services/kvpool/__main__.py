@@ -24,6 +24,7 @@ from services.common.telemetry.metrics import serving_metrics
 from services.common.telemetry.metrics_servicer import collect_in_thread, serve_collect
 from services.common.telemetry.tracing import Tracing, service_tracing
 from services.common.telemetry.tracing_metrics import TracingCollector
+from services.common.tls.credentials import Tls
 from services.common.tls.metrics import TlsCollector
 from services.common.tls.settings import tls_of
 from services.kvpool.adapters.event_feed import EventFeed
@@ -34,7 +35,6 @@ from services.kvpool.core.pool_host import PoolHost
 from services.kvpool.settings import KVPoolSettings
 
 if TYPE_CHECKING:
-    from services.common.tls.credentials import Tls
     from services.kvpool.adapters.redis_directory import RedisDirectory
 
 SERVICE = "kvpool"
@@ -70,9 +70,7 @@ async def serve(settings: KVPoolSettings, stop: asyncio.Event) -> None:
 class PoolService:
     """Builds and connects the parts of the pool service."""
 
-    def __init__(
-        self, settings: KVPoolSettings, tracing: Tracing, tls: "Tls | None" = None
-    ) -> None:
+    def __init__(self, settings: KVPoolSettings, tracing: Tracing, tls: Tls | None = None) -> None:
         self._settings = settings
         self._directory = MemoryDirectory()
         self._feed = EventFeed()

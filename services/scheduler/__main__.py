@@ -12,7 +12,6 @@ import logging
 import time
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
 
 from stepwell.common.v1 import common_pb2
 from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
@@ -28,6 +27,7 @@ from services.common.telemetry.metrics import serving_metrics
 from services.common.telemetry.metrics_servicer import serve_collect
 from services.common.telemetry.tracing import Tracing, service_tracing
 from services.common.telemetry.tracing_metrics import TracingCollector
+from services.common.tls.credentials import Tls
 from services.common.tls.metrics import TlsCollector
 from services.common.tls.settings import tls_of
 from services.scheduler.adapters.gateways.admin_servicer import SchedulerAdminServicer
@@ -45,9 +45,6 @@ from services.scheduler.ecosystem import Ecosystem
 from services.scheduler.options.listed import TRANSFERS
 from services.scheduler.parts import Parts
 from services.scheduler.settings import SchedulerSettings
-
-if TYPE_CHECKING:
-    from services.common.tls.credentials import Tls
 
 SERVICE = "scheduler"
 LAST_STEP_SECONDS = 1.0
@@ -67,7 +64,7 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
 
 
 async def _serve(
-    settings: SchedulerSettings, tracing: Tracing, tls: "Tls | None", stop: asyncio.Event
+    settings: SchedulerSettings, tracing: Tracing, tls: Tls | None, stop: asyncio.Event
 ) -> None:
     ecosystem, registration = Ecosystem(settings, tls), Registration(settings)
     await registration.require_usable()

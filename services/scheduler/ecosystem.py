@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from services.common.errors import InvalidArgument
 from services.common.rpc.server import GrpcServer
+from services.common.tls.credentials import Tls
 from services.scheduler.adapters.pool.kv_events.log import KVEventLog
 from services.scheduler.adapters.pool.kv_events.recorder import KVEventRecorder
 from services.scheduler.adapters.replica import ReplicaShape
@@ -18,7 +19,6 @@ from services.scheduler.parts import Parts
 from services.scheduler.settings import SchedulerSettings
 
 if TYPE_CHECKING:
-    from services.common.tls.credentials import Tls
     from services.scheduler.adapters.pool.kv_events.zmq_publisher import ZmqEventPublisher
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class Ecosystem:
     enable no interface.
     """
 
-    def __init__(self, settings: SchedulerSettings, tls: "Tls | None" = None) -> None:
+    def __init__(self, settings: SchedulerSettings, tls: Tls | None = None) -> None:
         """`tls` secures vllm.grpc.engine, too. Raises InvalidArgument if a required package is not
         installed, or if a setting lacks another setting that it requires.
         """

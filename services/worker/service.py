@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stepwell.worker.v1 import worker_pb2_grpc
 
@@ -18,6 +18,7 @@ from services.common.telemetry.exposition import Exposition
 from services.common.telemetry.metrics_servicer import collect_in_thread, serve_collect
 from services.common.telemetry.tracing import Tracing
 from services.common.telemetry.tracing_metrics import TracingCollector
+from services.common.tls.credentials import Tls
 from services.common.tls.metrics import TlsCollector
 from services.worker.adapters.compute import ComputeThread, follow_liveness
 from services.worker.adapters.metrics import WorkerMetrics
@@ -28,9 +29,6 @@ from services.worker.parallel.errors import GroupBroken, RankStopped
 from services.worker.parallel.group import Group, Timeouts
 from services.worker.parallel.membership import Membership, find_membership
 from services.worker.settings import WorkerSettings
-
-if TYPE_CHECKING:
-    from services.common.tls.credentials import Tls
 
 
 class GroupMember:
@@ -105,7 +103,7 @@ class WorkerService:
         self,
         settings: WorkerSettings,
         tracing: Tracing,
-        tls: "Tls | None" = None,
+        tls: Tls | None = None,
         compute: ComputeThread | None = None,
         load: Callable[..., Worker] = load_worker,
     ) -> None:

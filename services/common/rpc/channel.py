@@ -1,7 +1,5 @@
 """Opens the services' client channels, with bounded buffers, keepalive and fast reconnects."""
 
-from typing import TYPE_CHECKING
-
 import grpc
 
 from services.common.rpc.addresses import is_unix_address, unix_path
@@ -9,9 +7,7 @@ from services.common.rpc.forwarding_channel import ForwardingChannel
 from services.common.rpc.local_channel import LocalChannel
 from services.common.rpc.message_limits import LOOKAHEAD_BYTES, MAX_MESSAGE_BYTES
 from services.common.rpc.renewing_channel import RenewingChannel
-
-if TYPE_CHECKING:
-    from services.common.tls.credentials import Tls
+from services.common.tls.credentials import Tls
 
 KEEPALIVE_OPTIONS: tuple[tuple[str, int], ...] = (
     # Time without traffic after which a ping is sent, also while there are no calls. Without pings
@@ -44,7 +40,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 
 def open_channel(
     address: str,
-    tls: "Tls | None" = None,
+    tls: Tls | None = None,
     *,
     lookahead_bytes: int = LOOKAHEAD_BYTES,
     max_sent_bytes: int = MAX_MESSAGE_BYTES,

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from inspect import isasyncgenfunction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -27,9 +27,7 @@ from services.common.rpc.channel import KEEPALIVE_OPTIONS
 from services.common.rpc.local_server import LocalServer
 from services.common.rpc.local_stream import streams_path
 from services.common.rpc.message_limits import MAX_MESSAGE_BYTES
-
-if TYPE_CHECKING:
-    from services.common.tls.credentials import Tls
+from services.common.tls.credentials import Tls
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Check = Callable[[Context], None]
@@ -74,7 +72,7 @@ class GrpcServer:
         max_concurrent_rpcs: int | None = None,
         options: Mapping[str, int] | None = None,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
-        tls: "Tls | None" = None,
+        tls: Tls | None = None,
         has_local_streams: bool = False,
         max_received_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
@@ -186,7 +184,7 @@ class _StreamHandlers:
     bidirectional streams to a LocalServer.
     """
 
-    def __init__(self, local: LocalServer, tls: "Tls | None") -> None:
+    def __init__(self, local: LocalServer, tls: Tls | None) -> None:
         self._local = local
         self._check_caller = _allow if tls is None else tls.check_caller
 
@@ -205,7 +203,7 @@ def _status(serving: bool) -> health_pb2.HealthCheckResponse.ServingStatus:
     return state.SERVING if serving else state.NOT_SERVING
 
 
-def _bind(server: grpc.aio.Server, address: str, tls: "Tls | None") -> int:
+def _bind(server: grpc.aio.Server, address: str, tls: Tls | None) -> int:
     """Binds an address and returns its port. Raises Unavailable, also if another process listens at
     the Unix socket, since grpc would remove the socket.
     """
@@ -254,7 +252,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
     after this one.
     """
 
-    def __init__(self, tls: "Tls | None" = None) -> None:
+    def __init__(self, tls: Tls | None = None) -> None:
         self._check_caller = _allow if tls is None else tls.check_caller
         self._handlers: dict[str, Any] = {}
 

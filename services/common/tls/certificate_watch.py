@@ -6,9 +6,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from services.common.tls.certificates import Certificate, CertificateError, CertificateFiles
+from services.common.tls.certificates import (
+    Certificate,
+    CertificateError,
+    CertificateFiles,
+    PemContents,
+)
 
 logger = logging.getLogger(__name__)
+
+Check = Callable[[CertificateFiles, PemContents], Certificate]
 
 PERIOD_SECONDS = 1.0
 """Seconds between two readings of the files. The contents are compared, since modification times
@@ -25,12 +32,19 @@ class CertificateWatch:
     """
 
     def __init__(
-        self, purpose: str, files: CertificateFiles, unix_seconds: Callable[[], float] = time.time
+        self,
+        purpose: str,
+        files: CertificateFiles,
+        check: Check,
+        unix_seconds: Callable[[], float] = time.time,
     ) -> None:
-        """`purpose` names the certificate in logs and metrics. Raises CertificateError."""
+        """`purpose` names the certificate in logs and metrics. `check` is `check_certificate`.
+        Raises CertificateError.
+        """
         self.purpose = purpose
         self.files = files
-        self.current: Certificate = files.check(files.read())
+        self.current: Certificate = check(files, files.read())
+        self._check = check
         self.num_reloads = 0
         self.num_failures = 0
         self._unix_seconds = unix_seconds
@@ -64,7 +78,7 @@ class CertificateWatch:
         try:
             contents = self.files.read()
             if contents != self.current.pem:
-                self.current = self.files.check(contents)
+                self.current = self._check(self.files, contents)
                 self.num_reloads += 1
                 logger.info("the %s certificate was replaced%s", self.purpose, self._validity())
             self._complaint = ""

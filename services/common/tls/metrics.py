@@ -1,21 +1,18 @@
 """Prometheus metrics of certificates."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from services.common.telemetry.metric_specs import process, value_family
-
-if TYPE_CHECKING:
-    from services.common.tls.credentials import Tls
+from services.common.tls.credentials import Tls
 
 
 class TlsCollector(Collector):
     """Exports the validity and reloads of a service's certificates. A None argument is ignored."""
 
-    def __init__(self, *each: "Tls | None") -> None:
+    def __init__(self, *each: Tls | None) -> None:
         self._watches = [tls.watch for tls in each if tls is not None]
 
     def collect(self) -> Iterator[Metric]:

@@ -1,15 +1,17 @@
-"""Creates a service's `Tls` from its settings. Without certificates no TLS module is imported."""
+"""Creates a service's `Tls` from its settings. Without certificates, the
+package `cryptography` is not needed.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from services.common.process.settings import SettingError, flag_name
-
-if TYPE_CHECKING:
-    from services.common.tls.credentials import Tls
+from services.common.tls.certificate_watch import CertificateWatch
+from services.common.tls.certificates import CertificateFiles, PemFile
+from services.common.tls.credentials import Tls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +45,7 @@ and the setting of `server_name` if it calls other services.
 
 
 @contextmanager
-def tls_of(settings: Any, fields: TlsFields = INTERNAL) -> "Iterator[Tls | None]":
+def tls_of(settings: Any, fields: TlsFields = INTERNAL) -> Iterator[Tls | None]:
     """Yields a `Tls` that follows changes of its files, or None without certificates. Raises
     SettingError.
     """
@@ -57,9 +59,7 @@ def tls_of(settings: Any, fields: TlsFields = INTERNAL) -> "Iterator[Tls | None]
         return
     _require_all(fields, given)
     try:
-        from services.common.tls.certificate_watch import CertificateWatch  # noqa: PLC0415 - an extra
-        from services.common.tls.certificates import CertificateFiles, PemFile  # noqa: PLC0415
-        from services.common.tls.credentials import Tls  # noqa: PLC0415
+        from services.common.tls.certificate_check import check_certificate  # noqa: PLC0415
     except ModuleNotFoundError as error:
         package = "the package cryptography: pip install 'stepwell[tls]'"
         raise SettingError(f"{flag_name(fields.cert)} needs {package}") from error
@@ -69,7 +69,7 @@ def tls_of(settings: Any, fields: TlsFields = INTERNAL) -> "Iterator[Tls | None]
 
     ca = file(fields.ca) if fields.ca in given else None
     files = CertificateFiles(file(fields.cert), file(fields.key), ca)
-    watch = CertificateWatch(fields.purpose, files)
+    watch = CertificateWatch(fields.purpose, files, check_certificate)
     names = frozenset(values[fields.allowed_names] or ())
     with watch.running():
         yield Tls(watch, names, values[fields.server_name])

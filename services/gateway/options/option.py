@@ -16,7 +16,7 @@ from collections.abc import (
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from prometheus_client.registry import Collector
 from pydantic import BaseModel
@@ -26,6 +26,7 @@ from services.common.errors import StepwellError
 from services.common.rpc.server import Context
 from services.common.telemetry.metric_specs.spec import MetricSpec
 from services.common.telemetry.tracing import Tracing
+from services.common.tls.credentials import Tls
 from services.gateway.adapters.access import Access
 from services.gateway.adapters.grpc.call_records import CallRecords
 from services.gateway.adapters.grpc.message_stream import AnswerStreams
@@ -43,9 +44,6 @@ from services.gateway.core.ports import Clock
 from services.gateway.core.prefix_index.prefix_index import PrefixIndex
 from services.gateway.core.request.generation import Generation
 from services.gateway.core.request.inference import Inference
-
-if TYPE_CHECKING:
-    from services.common.tls.credentials import Tls
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +68,7 @@ class OptionParts:
     is_first: bool
     """Whether the gateway's first model has these parts. Its options run what all models share."""
     redis_url: str | None
-    internal_tls: "Tls | None"
+    internal_tls: Tls | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,18 +4,16 @@ event streams of the replicas' KV pools.
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from services.common.process.settings import SettingError
 from services.common.redis.url import NEEDS_REDIS
+from services.common.tls.credentials import Tls
 from services.gateway.adapters.directory.metrics import ReaderCounts
 from services.gateway.adapters.directory.pool_watchers import PoolAddress, PoolWatchers
 from services.gateway.core.fleet.replica import Replica
 from services.gateway.core.fleet.replica_description import ReplicaDescription
 from services.gateway.core.prefix_index.prefix_index import PrefixIndex
-
-if TYPE_CHECKING:
-    from services.common.tls.credentials import Tls
 
 Replicas = Callable[[], Iterable[Replica]]
 _SWEEP_IDLE_SECONDS = 1.0
@@ -41,7 +39,7 @@ class Follower(Protocol):
 
 
 def make_follower(
-    index: PrefixIndex, redis_url: str | None, replicas: Replicas, tls: "Tls | None" = None
+    index: PrefixIndex, redis_url: str | None, replicas: Replicas, tls: Tls | None = None
 ) -> Follower:
     """Makes the follower of the replicas' pools. It reads from Redis if `redis_url` is set, and
     otherwise from the pools' event streams, with `tls`.
@@ -92,7 +90,7 @@ class PoolFollower:
     routing needs no index for one replica, and each step would cost a message.
     """
 
-    def __init__(self, index: PrefixIndex, replicas: Replicas, tls: "Tls | None") -> None:
+    def __init__(self, index: PrefixIndex, replicas: Replicas, tls: Tls | None) -> None:
         self._index = index
         self._replicas = replicas
         self._watchers = PoolWatchers(index, tls)

@@ -11,7 +11,6 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import grpc
 from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
@@ -21,12 +20,10 @@ from services.common.pool.kv_directory import KeyBatch, block_keys
 from services.common.pool.messages import kv_cache_group_from_proto
 from services.common.rpc.channel import open_channel
 from services.common.rpc.status import from_peer
+from services.common.tls.credentials import Tls
 from services.gateway.adapters.directory.metrics import ReaderCounts
 from services.gateway.core.prefix_index.node_view import Applied, DirectoryState
 from services.gateway.core.prefix_index.prefix_index import PrefixIndex
-
-if TYPE_CHECKING:
-    from services.common.tls.credentials import Tls
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +46,7 @@ class PoolAddress:
 class PoolWatchers:
     """Mirrors the pools of the known replicas in the index."""
 
-    def __init__(self, index: PrefixIndex, tls: "Tls | None" = None) -> None:
+    def __init__(self, index: PrefixIndex, tls: Tls | None = None) -> None:
         self.counts = ReaderCounts()
         self._index = index
         self._tls = tls

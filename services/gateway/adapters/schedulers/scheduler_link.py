@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import grpc
 from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
@@ -18,6 +17,7 @@ from services.common.rpc.protocol import OtherProtocol, own_release, require_sam
 from services.common.rpc.status import from_peer
 from services.common.telemetry.metrics_servicer import collect_from
 from services.common.telemetry.trace_headers import TraceHeaders
+from services.common.tls.credentials import Tls
 from services.gateway.adapters.schedulers.converters import (
     chunk_to_proto,
     description_from_proto,
@@ -31,9 +31,6 @@ from services.gateway.adapters.schedulers.session.numbering import Numbering
 from services.gateway.adapters.schedulers.session.wrong_message import WrongMessage, require
 from services.gateway.core.fleet.replica import ENDED_HERE, Replica
 from services.gateway.core.request.inflight import Inflight
-
-if TYPE_CHECKING:
-    from services.common.tls.credentials import Tls
 
 SessionCall = grpc.aio.StreamStreamCall[scheduler_pb2.SessionRequest, scheduler_pb2.SessionResponse]
 
@@ -63,7 +60,7 @@ class SchedulerLink:
         address: str,
         gateway_id: str,
         session_timeout_seconds: float,
-        tls: "Tls | None" = None,
+        tls: Tls | None = None,
     ) -> None:
         """If no message arrives for `session_timeout_seconds`, the scheduler is considered to hang,
         and the session ends.

@@ -3,21 +3,18 @@ gRPC stream, open.
 """
 
 import asyncio
-from typing import TYPE_CHECKING
 
 from services.common.telemetry.trace_headers import TraceHeaders
+from services.common.tls.credentials import Tls
 from services.gateway.adapters.schedulers.scheduler_link import SchedulerLink
 from services.gateway.core.fleet.replica import Replica
-
-if TYPE_CHECKING:
-    from services.common.tls.credentials import Tls
 
 
 class SchedulerLinks:
     """Implements the core's Links over gRPC. Sessions are opened while `run` is running."""
 
     def __init__(
-        self, gateway_id: str, session_timeout_seconds: float, tls: "Tls | None" = None
+        self, gateway_id: str, session_timeout_seconds: float, tls: Tls | None = None
     ) -> None:
         self._gateway_id = gateway_id
         self._session_timeout = session_timeout_seconds

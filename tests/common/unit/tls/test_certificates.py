@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
+from services.common.tls.certificate_check import check_certificate
 from services.common.tls.certificate_watch import CertificateWatch
 
 
@@ -32,7 +33,7 @@ def files(tmp_path: Path, authority: Authority) -> Files:
 
 
 def watching(files: Files) -> CertificateWatch:
-    return CertificateWatch("internal", files.files())
+    return CertificateWatch("internal", files.files(), check_certificate)
 
 
 def complaint(files: Files) -> str:
@@ -144,7 +145,7 @@ def test_a_certificate_near_its_end_is_warned_of_once(
     files: Files, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = time.time()
-    watch = CertificateWatch("internal", files.files(), lambda: now)
+    watch = CertificateWatch("internal", files.files(), check_certificate, lambda: now)
     watch.look()
     assert not caplog.records
     now += 0.95 * ONE_DAY

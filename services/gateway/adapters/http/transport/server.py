@@ -6,18 +6,17 @@ import socket
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from services.common.errors import Unavailable
 from services.common.rpc.addresses import remove_abandoned
+from services.common.tls.credentials import Tls
 from services.gateway.adapters.http.transport.connection import GuardedConnection
 from services.gateway.adapters.http.transport.connections import Connections
-
-if TYPE_CHECKING:
-    from services.common.tls.credentials import Tls
+from services.gateway.adapters.http.transport.tls_handshake import TlsContext, TlsHandshake
 
 _SEND_BUFFER_BYTES = 128 * 1024
 _BACKLOG = 2048
@@ -85,7 +84,7 @@ class _Server(uvicorn.Server):
 class HttpServer:
     """Serves one application over HTTP at one address. Each connection is a GuardedConnection."""
 
-    def __init__(self, app: ASGIApp, connections: Connections, tls: "Tls | None" = None) -> None:
+    def __init__(self, app: ASGIApp, connections: Connections, tls: Tls | None = None) -> None:
         """Raises SettingError if the certificate cannot be used."""
         self.connections = connections
         config = uvicorn.Config(
@@ -143,19 +142,13 @@ class HttpServer:
             self._unix_path.unlink(missing_ok=True)
 
 
-def _protocol(connections: Connections, tls: "Tls | None") -> Callable[..., asyncio.Protocol]:
+def _protocol(connections: Connections, tls: Tls | None) -> Callable[..., asyncio.Protocol]:
     """Returns the factory of connections. uvicorn calls it with further arguments for each
     connection.
     """
     plain = partial(GuardedConnection, connections=connections)
     if tls is None:
         return plain
-    # Needs an optional dependency.
-    from services.gateway.adapters.http.transport.tls_handshake import (  # noqa: PLC0415
-        TlsContext,
-        TlsHandshake,
-    )
-
     context = TlsContext(tls)
 
     def secured(**uvicorn: Any) -> TlsHandshake:
