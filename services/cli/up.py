@@ -22,9 +22,14 @@ from services.cli.processes.supervisor import Stage, StartFailed, Supervisor
 from services.cli.settings import UpSettings
 from services.common.model_source.find import model_name
 from services.common.process.logs import LogFormat
-from services.common.process.settings import load_settings, variable_name
+from services.common.process.settings import SettingError, load_settings, variable_name
 from services.common.process.standard_streams import drop_unwritten
-from services.common.redis.url import NEEDS_REDIS, missing_file, without_secrets
+from services.common.redis.connection import (
+    FIRST_CALL_SECONDS,
+    RedisConnection,
+    RedisUnavailable,
+)
+from services.common.redis.url import missing_file, without_secrets
 from services.common.request.tokenizer_files import has_tokenizer
 from services.common.rpc.addresses import LARGEST_PORT, join_host_port
 from services.worker.backends.choices import DeviceSetting
@@ -246,16 +251,6 @@ def require_redis(url: str) -> None:
     """Raises CommandError if no Redis is reachable at a URL or if Redis rejects the password. The
     services themselves tolerate an unreachable Redis, which may become reachable later.
     """
-    try:
-        from services.common.redis.connection import (  # noqa: PLC0415 - an extra
-            FIRST_CALL_SECONDS,
-            RedisConnection,
-            RedisUnavailable,
-            why_unusable,
-        )
-    except ModuleNotFoundError as error:
-        raise CommandError(NEEDS_REDIS) from error
-
     if (complaint := missing_file(url)) is not None:
         raise CommandError(f"--redis-url {without_secrets(url)}: {complaint}", exit_status=2)
 
@@ -268,6 +263,8 @@ def require_redis(url: str) -> None:
 
     try:
         asyncio.run(ask())
+    except SettingError as error:
+        raise CommandError(str(error)) from error
     except RedisUnavailable as error:
-        complaint = why_unusable(error) or "no server answers at this address"
+        complaint = error.complaint or "no server answers at this address"
         raise CommandError(f"--redis-url {without_secrets(url)}: {complaint}") from error

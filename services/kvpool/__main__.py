@@ -10,14 +10,12 @@ if __name__ == "__main__":
 import asyncio
 import logging
 import time
-from typing import TYPE_CHECKING
 
 from prometheus_client.registry import Collector
 from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
 
 from services.common.process.lifecycle import run_service
-from services.common.process.settings import SettingError
-from services.common.redis.url import NEEDS_REDIS
+from services.common.redis.connection import RedisConnection
 from services.common.rpc.server import GrpcServer
 from services.common.telemetry.exposition import Exposition
 from services.common.telemetry.metrics import serving_metrics
@@ -30,12 +28,10 @@ from services.common.tls.settings import tls_of
 from services.kvpool.adapters.event_feed import EventFeed
 from services.kvpool.adapters.memory_directory import MemoryDirectory
 from services.kvpool.adapters.metrics import DirectoryCollector, PoolCollector
+from services.kvpool.adapters.redis_directory import RedisDirectory
 from services.kvpool.adapters.servicer import KVPoolServicer
 from services.kvpool.core.pool_host import PoolHost
 from services.kvpool.settings import KVPoolSettings
-
-if TYPE_CHECKING:
-    from services.kvpool.adapters.redis_directory import RedisDirectory
 
 SERVICE = "kvpool"
 MAX_POOLS = 64
@@ -74,7 +70,11 @@ class PoolService:
         self._settings = settings
         self._directory = MemoryDirectory()
         self._feed = EventFeed()
-        self._shared = None if settings.redis_url is None else _shared(settings.redis_url)
+        self._shared = (
+            None
+            if settings.redis_url is None
+            else RedisDirectory(RedisConnection(settings.redis_url))
+        )
         self.host: PoolHost[kvpool_pb2.TransactResponse] = PoolHost(
             (self._directory, self._feed, *([] if self._shared is None else [self._shared])),
             lambda: time.time_ns() // 1_000,
@@ -115,18 +115,6 @@ class PoolService:
             self._directory.drop(hosted.pool_id, hosted.generation)
         if self._shared is not None:
             await self._shared.close()
-
-
-def _shared(url: str) -> "RedisDirectory":
-    """Creates the writer to the directory in Redis. Raises SettingError if the Python package
-    `redis` is not installed.
-    """
-    try:
-        from services.common.redis.connection import RedisConnection  # noqa: PLC0415 - an extra
-        from services.kvpool.adapters.redis_directory import RedisDirectory  # noqa: PLC0415
-    except ModuleNotFoundError as error:
-        raise SettingError(NEEDS_REDIS) from error
-    return RedisDirectory(RedisConnection(url))
 
 
 if __name__ == "__main__":

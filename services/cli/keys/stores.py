@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
 from services.cli.errors import CommandError
+from services.common.keys import book_redis
 from services.common.keys.api_keys import DamagedRecord, KeyRecord, TenantRecord
 from services.common.keys.book import KeyBook
 from services.common.keys.book_file import change_book, read_book
-from services.common.redis.url import NEEDS_REDIS, is_redis_url
+from services.common.process.settings import SettingError
+from services.common.redis.connection import RedisConnection, RedisUnavailable
+from services.common.redis.url import is_redis_url
 
 T = TypeVar("T")
 
@@ -82,14 +85,10 @@ class RedisStore:
         if (complaint := is_redis_url(url)) is not None:
             raise CommandError(f"--redis-url {complaint}", exit_status=2)
         try:
-            from services.common.keys import book_redis as key_redis  # noqa: PLC0415 - an extra
-            from services.common.redis import connection as redis_connection  # noqa: PLC0415 - an extra
-        except ModuleNotFoundError as error:
-            raise CommandError(NEEDS_REDIS) from error
-        self._records = key_redis
-        self._redis = redis_connection
+            self._connection = RedisConnection(url)
+        except SettingError as error:
+            raise CommandError(str(error)) from error
         self._runner = asyncio.Runner()
-        self._connection = redis_connection.RedisConnection(url)
 
     def __enter__(self) -> Self:
         return self
@@ -99,18 +98,16 @@ class RedisStore:
         self._runner.close()
 
     def read(self) -> KeyBook:
-        return self._do(self._records.read_book)
+        return self._do(book_redis.read_book)
 
     def write(
         self, before: KeyRecord | None, after: KeyRecord, tenant: TenantRecord | None, version: str
     ) -> None:
         try:
             self._do(
-                lambda connection: self._records.change_key(
-                    connection, before, after, tenant, version
-                )
+                lambda connection: book_redis.change_key(connection, before, after, tenant, version)
             )
-        except self._records.ChangedMeanwhile as error:
+        except book_redis.ChangedMeanwhile as error:
             raise _changed_meanwhile(after) from error
 
     def _do(self, use: Callable[[Any], Awaitable[T]]) -> T:
@@ -119,8 +116,8 @@ class RedisStore:
 
         try:
             return self._runner.run(run())
-        except self._redis.RedisUnavailable as error:
-            why = self._redis.why_unusable(error) or "no server answers at this address"
+        except RedisUnavailable as error:
+            why = error.complaint or "no server answers at this address"
             raise CommandError(f"--redis-url {self._connection.name}: {why}") from error
         except DamagedRecord as error:
             raise CommandError(f"--redis-url {self._connection.name}: {error}") from error

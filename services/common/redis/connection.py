@@ -2,41 +2,25 @@
 
 Calls fail within a fraction of a second, since no request may wait for Redis. redis-py's default is
 ten retries of five seconds each. Here a call is never retried, and both the whole call and each
-socket operation have a time limit. Commands are limited to Redis 6.2 and RESP2. The package `redis`
-is optional, so this module is imported only if a URL is set.
+socket operation have a time limit. Commands are limited to Redis 6.2 and RESP2.
 """
 
 import asyncio
 import logging
-import socket
-import ssl
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
-
-from redis import exceptions
-from redis.asyncio import Redis
-from redis.asyncio.cluster import RedisCluster
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 
 from services.common.errors import Unavailable
 from services.common.process.settings import FileText, SettingError
-from services.common.redis.url import missing_file, without_secrets
+from services.common.redis.url import NEEDS_REDIS, missing_file, without_secrets
 
-SOCKET_SECONDS = 0.5
 CALL_SECONDS = 0.5
 FIRST_CALL_SECONDS = 1.0
 
 T = TypeVar("T")
 Client = Any  # Redis or RedisCluster. Both have the methods that are used.
-
-_REFUSED = (
-    exceptions.AuthenticationError,
-    exceptions.AuthorizationError,
-    exceptions.AuthenticationWrongNumberOfArgsError,
-    exceptions.NoPermissionError,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +29,11 @@ class RedisUnavailable(Unavailable):
     """Redis failed or did not reply in time. The command may or may not have been executed."""
 
     reason = "REDIS_UNAVAILABLE"
+
+    def __init__(self, message: str, complaint: str | None = None) -> None:
+        super().__init__(message)
+        self.complaint = complaint
+        """What is wrong with URL, password or certificate. None if a retry may succeed."""
 
 
 class RedisConnection:
@@ -56,19 +45,20 @@ class RedisConnection:
 
     def __init__(self, url: str, *, blocking: bool = False) -> None:
         """`blocking` permits commands that block at the server, by removing the time limit of
-        socket operations. Raises SettingError if a file that the URL names is missing.
+        socket operations. Raises SettingError if the package `redis` or a file that the URL names
+        is missing.
         """
+        try:
+            from services.common.redis.client import connect, why_unusable  # noqa: PLC0415
+        except ModuleNotFoundError as error:
+            raise SettingError(NEEDS_REDIS) from error
+        self._connect = partial(connect, blocking=blocking)
+        self._why_unusable = why_unusable
         self.name = without_secrets(url)
         if (complaint := missing_file(url)) is not None:
             raise SettingError(f"--redis-url {self.name}: {complaint}")
         self._url = url
         self._used_url = url
-        self._options: dict[str, Any] = {
-            "protocol": 2,
-            "retry": Retry(NoBackoff(), 0),
-            "socket_connect_timeout": SOCKET_SECONDS,
-            "socket_timeout": None if blocking else SOCKET_SECONDS,
-        }
         self._client: Client | None = None
         self._connecting = asyncio.Lock()
 
@@ -81,9 +71,10 @@ class RedisConnection:
         # while a cluster changes. Every error means that the call has failed.
         except Exception as error:
             _raise_if_cancelled()
-            if why_unusable(error) is not None or self._current_url() != self._used_url:
+            complaint = self._why_unusable(error)
+            if complaint is not None or self._current_url() != self._used_url:
                 await self._abandon()
-            raise RedisUnavailable(f"Redis at {self.name}: {_text(error)}") from error
+            raise RedisUnavailable(f"Redis at {self.name}: {_text(error)}", complaint) from error
         _raise_if_cancelled()
         return answer
 
@@ -115,8 +106,8 @@ class RedisConnection:
         try:
             await self.call(lambda client: client.ping(), FIRST_CALL_SECONDS)
         except RedisUnavailable as error:
-            if (complaint := why_unusable(error)) is not None:
-                raise SettingError(f"--redis-url {self.name}: {complaint}") from error
+            if error.complaint is not None:
+                raise SettingError(f"--redis-url {self.name}: {error.complaint}") from error
             logger.warning("%s; the service works without Redis until Redis can be reached", error)
 
     async def close(self) -> None:
@@ -141,52 +132,9 @@ class RedisConnection:
     async def _connected(self) -> Client:
         async with self._connecting:
             if self._client is None:
-                self._client = await self._connect()
+                self._used_url = self._current_url()
+                self._client = await self._connect(self._used_url)
             return self._client
-
-    async def _connect(self) -> Client:
-        self._used_url = self._current_url()
-        single: Redis = Redis.from_url(self._used_url, **self._options)
-        try:
-            if not await _is_cluster(single):
-                return single
-        except BaseException:
-            await single.aclose()
-            raise
-        await single.aclose()
-        return RedisCluster.from_url(self._used_url, require_full_coverage=False, **self._options)
-
-
-def why_unusable(error: BaseException) -> str | None:
-    """Explains what is wrong with URL, password or certificate. None if a retry may succeed."""
-    for cause in _causes(error):
-        if isinstance(cause, _REFUSED):
-            return f"Redis refuses user or password ({cause})"
-        if isinstance(cause, ssl.SSLCertVerificationError):
-            return f"the certificate of Redis is not accepted ({cause.verify_message})"
-        if isinstance(cause, ssl.SSLError):
-            return (
-                f"TLS with Redis failed: {(cause.reason or str(cause)).replace('_', ' ').lower()}"
-            )
-        if isinstance(cause, socket.gaierror):
-            # EAI_AGAIN means that no name server replied, so the host may exist.
-            return None if cause.errno == socket.EAI_AGAIN else "the host name does not exist"
-        if isinstance(cause, exceptions.InvalidResponse):
-            return "the server at this address is not Redis"
-    return None
-
-
-async def _is_cluster(client: Redis) -> bool:
-    try:
-        return bool((await client.info("cluster")).get("cluster_enabled"))
-    except exceptions.NoPermissionError:  # the Redis user may not run INFO
-        return False
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def _raise_if_cancelled() -> None:

@@ -3,18 +3,16 @@ path updates no metric. A metric has vLLM's name if it has the meaning of vLLM's
 """
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Generic
+from typing import Generic
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from services.common.telemetry.metric_specs import by_label, replica, single, summary_family, vllm
 from services.common.telemetry.metric_specs.spec import MetricSpec
+from services.kvpool.adapters.redis_directory import RedisDirectory
 from services.kvpool.core.kv_pool import PoolStats
 from services.kvpool.core.pool_host import Answer, PoolHost
-
-if TYPE_CHECKING:
-    from services.kvpool.adapters.redis_directory import RedisDirectory
 
 Read = Callable[[PoolStats], float]
 
@@ -64,7 +62,7 @@ class PoolCollector(Collector, Generic[Answer]):
 class DirectoryCollector(Collector):
     """Exports the counts of writes to the directory in Redis, summed over all pools."""
 
-    def __init__(self, directory: "RedisDirectory") -> None:
+    def __init__(self, directory: RedisDirectory) -> None:
         self._directory = directory
 
     def collect(self) -> Iterator[Metric]:

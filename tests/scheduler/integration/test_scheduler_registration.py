@@ -16,7 +16,7 @@ from tests.redis_servers import RedisServer, needs_redis, redis_server, until
 if needs_redis.args[0]:
     pytest.skip(needs_redis.kwargs["reason"], allow_module_level=True)
 
-from services.common.redis import connection as redis_connection
+from services.common.redis import client as redis_client
 from services.common.redis.connection import RedisConnection, RedisUnavailable
 from services.common.redis.fleet_registry import FleetRegistry, RegisteredReplica
 from tests.scheduler.paged_model import continuation
@@ -79,7 +79,7 @@ async def test_it_takes_requests_until_redis_has_been_told(
     server: RedisServer, registry: FleetRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registration_module, "LEAVE_SECONDS", 10.0)
-    monkeypatch.setattr(redis_connection, "SOCKET_SECONDS", 10.0)
+    monkeypatch.setattr(redis_client, "SOCKET_SECONDS", 10.0)
     settings = {"redis_url": server.url, "advertise_address": ADVERTISED, "drain_seconds": 10.0}
     async with serving_replica(**settings) as replica, gateway_of(replica) as gateway:
         await registered(registry, 1)

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
-from services.common.process.settings import SettingError
-from services.common.redis.url import NEEDS_REDIS
+from services.common.redis.connection import RedisConnection
 from services.common.tls.credentials import Tls
 from services.gateway.adapters.directory.metrics import ReaderCounts
 from services.gateway.adapters.directory.pool_watchers import PoolAddress, PoolWatchers
+from services.gateway.adapters.directory.redis_reader import RedisReader
 from services.gateway.core.fleet.replica import Replica
 from services.gateway.core.fleet.replica_description import ReplicaDescription
 from services.gateway.core.prefix_index.prefix_index import PrefixIndex
@@ -55,11 +55,6 @@ class RedisFollower:
     """Follows the directory of cached prefixes in Redis, for the gateway's current model."""
 
     def __init__(self, index: PrefixIndex, redis_url: str, replicas: Replicas) -> None:
-        try:
-            from services.common.redis.connection import RedisConnection  # noqa: PLC0415 - an extra
-            from services.gateway.adapters.directory.redis_reader import RedisReader  # noqa: PLC0415
-        except ModuleNotFoundError as error:
-            raise SettingError(NEEDS_REDIS) from error
         self._index = index
         self._replicas = replicas
         self._redis = RedisConnection(redis_url)

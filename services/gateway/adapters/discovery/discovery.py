@@ -10,8 +10,8 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from services.common.errors import Unavailable
-from services.common.process.settings import SettingError
-from services.common.redis.url import NEEDS_REDIS
+from services.common.redis.connection import RedisConnection
+from services.common.redis.fleet_registry import FleetRegistry
 from services.common.rpc.addresses import DNS, join_host_port, split_host_port
 from services.common.telemetry.metric_specs import edge, value_family
 
@@ -122,11 +122,6 @@ class _Registry:
     """Reads Redis's registry of the replicas that serve one model, over its own connection."""
 
     def __init__(self, redis_url: str, model_name: str) -> None:
-        try:
-            from services.common.redis.connection import RedisConnection  # noqa: PLC0415
-            from services.common.redis.fleet_registry import FleetRegistry  # noqa: PLC0415 - an extra
-        except ModuleNotFoundError as error:
-            raise SettingError(NEEDS_REDIS) from error
         self._redis = RedisConnection(redis_url)
         self._registry = FleetRegistry(self._redis, model_name)
 

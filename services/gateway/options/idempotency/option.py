@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from prometheus_client.registry import Collector
 
 from services.common.errors import StepwellError
-from services.common.process.settings import SettingError
-from services.common.redis.url import NEEDS_REDIS
+from services.common.redis.connection import RedisConnection
 from services.gateway.adapters.http.exchange.route import RequestHeader
 from services.gateway.adapters.http.openapi.errors import ErrorAnswer
 from services.gateway.adapters.telemetry.request_record import RequestRecord
@@ -21,6 +20,7 @@ from services.gateway.options.idempotency.core.key import (
 from services.gateway.options.idempotency.core.keyed_requests import KeyedRequests
 from services.gateway.options.idempotency.core.sharing import Sharing, SharingTimes
 from services.gateway.options.idempotency.metrics import SPECS, KeyedCollector
+from services.gateway.options.idempotency.redis_journal import RedisJournal
 from services.gateway.options.idempotency.settings import IdempotencySettings
 from services.gateway.options.option import Option, OptionParts
 
@@ -89,13 +89,6 @@ def _make_sharing(parts: OptionParts, retention_seconds: float) -> Sharing | Non
     """
     if parts.redis_url is None:
         return None
-    try:
-        from services.common.redis.connection import RedisConnection  # noqa: PLC0415 - an extra
-        from services.gateway.options.idempotency.redis_journal import (  # noqa: PLC0415
-            RedisJournal,
-        )
-    except ModuleNotFoundError as error:
-        raise SettingError(NEEDS_REDIS) from error
     times = SharingTimes()
     journal = RedisJournal(
         RedisConnection(parts.redis_url),

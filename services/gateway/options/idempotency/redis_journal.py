@@ -12,8 +12,6 @@ slot of a Redis Cluster.
 from collections.abc import Sequence
 from typing import Any
 
-from redis import exceptions
-
 from services.common.redis.connection import FIRST_CALL_SECONDS, RedisConnection, RedisUnavailable
 from services.gateway.options.idempotency.core.journal import Append, Appended, News, Position
 
@@ -119,13 +117,9 @@ class RedisJournal:
             return []
         answers = await self._redis.pipeline(commands, CALL_SECONDS, raise_on_error=False)
         for answer in answers:
-            if isinstance(answer, Exception) and not _is_too_low(answer):
+            if isinstance(answer, Exception) and _NOT_ABOVE not in str(answer):
                 raise RedisUnavailable(f"Redis at {self._redis.name}: {answer}") from answer
         return answers
-
-
-def _is_too_low(answer: Exception) -> bool:
-    return isinstance(answer, exceptions.ResponseError) and _NOT_ABOVE in str(answer)
 
 
 def _log(scope: str) -> str:

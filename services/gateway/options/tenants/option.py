@@ -11,7 +11,7 @@ from starlette.types import ASGIApp
 
 from services.common.errors import StepwellError
 from services.common.process.settings import FileItems, SettingError
-from services.common.redis.url import NEEDS_REDIS
+from services.common.redis.connection import RedisConnection
 from services.common.rpc.server import Context
 from services.gateway.adapters.telemetry.request_record import RequestRecord
 from services.gateway.core.request.generation import Generation
@@ -29,6 +29,7 @@ from services.gateway.options.tenants.core.queues.queue_bounds import QueueBound
 from services.gateway.options.tenants.core.queues.tenant_queues import TenantQueues
 from services.gateway.options.tenants.keys.api_keys import ApiKeys
 from services.gateway.options.tenants.keys.file_keys import FileKeys, follow_plain_keys
+from services.gateway.options.tenants.keys.redis_keys import RedisKeys
 from services.gateway.options.tenants.keys.store import KeyStore
 from services.gateway.options.tenants.limits.http_checks import (
     RATE_LIMIT_HEADERS,
@@ -52,11 +53,6 @@ def make_key_store(settings: TenantSettings, redis_url: str | None) -> KeyStore 
         return None
     if redis_url is None:
         raise SettingError("--api-keys-in-redis needs --redis-url")
-    try:
-        from services.common.redis.connection import RedisConnection  # noqa: PLC0415 - an extra
-        from services.gateway.options.tenants.keys.redis_keys import RedisKeys  # noqa: PLC0415
-    except ModuleNotFoundError as error:
-        raise SettingError(NEEDS_REDIS) from error
     return RedisKeys(
         RedisConnection(redis_url),
         cache_seconds=settings.api_key_cache_seconds,
@@ -71,14 +67,10 @@ def make_limit_store(redis_url: str | None, process_name: str) -> LimitStore:
     local = MemoryLimits(lambda: time.monotonic_ns() // 1_000_000)
     if redis_url is None:
         return local
-    try:
-        from services.common.redis.connection import RedisConnection  # noqa: PLC0415 - an extra
-        from services.gateway.options.tenants.limits.redis_limits import (  # noqa: PLC0415
-            RedisLimits,
-        )
-    except ModuleNotFoundError as error:
-        raise SettingError(NEEDS_REDIS) from error
-    return RedisLimits(RedisConnection(redis_url), process_name, local)
+    redis = RedisConnection(redis_url)
+    from services.gateway.options.tenants.limits.redis_limits import RedisLimits  # noqa: PLC0415
+
+    return RedisLimits(redis, process_name, local)
 
 
 _WAIT_REASON = "limits"

@@ -13,6 +13,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
 from starlette.types import ASGIApp
 
+from services.common.redis.connection import RedisConnection
 from services.common.rpc.server import GrpcServer
 from services.common.telemetry.tracing import Tracing, configure_tracing
 from services.gateway.adapters.http.exchange.route import Route
@@ -59,7 +60,9 @@ class Viewer(Option):
         self._feed = ActivityFeed(fleet.membership, links, parts.prefix_index)
         self._watch = FleetWatch(socket.gethostname(), parts.collect_metrics)
         self._watch.links.append(links)
-        self._redis = _make_probe(parts.redis_url)
+        self._redis = (
+            None if parts.redis_url is None else RedisProbe(RedisConnection(parts.redis_url))
+        )
         self._is_served = False
         self._running = RunningTraces(parts.running, links, parts.inference.model_name)
         self.store: TraceStore | None = None
@@ -170,11 +173,3 @@ class Viewer(Option):
         )
         traces = TraceRoutes(self.store, self._running, sees_all=sees_all)
         return (*activity.routes(), *overview.routes(), *traces.routes())
-
-
-def _make_probe(redis_url: str | None) -> RedisProbe | None:
-    if redis_url is None:
-        return None
-    from services.common.redis.connection import RedisConnection  # noqa: PLC0415 - an extra
-
-    return RedisProbe(RedisConnection(redis_url))

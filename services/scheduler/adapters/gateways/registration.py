@@ -4,21 +4,21 @@ import asyncio
 import logging
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from services.common.errors import Unavailable
 from services.common.process.settings import SettingError
-from services.common.redis.url import NEEDS_REDIS
+from services.common.redis.connection import RedisConnection
+from services.common.redis.fleet_registry import (
+    RENEW_SECONDS,
+    FleetRegistry,
+    RegisteredReplica,
+)
 from services.common.rpc.addresses import is_on_this_machine, is_unix_address, is_wildcard
 from services.common.telemetry.metric_specs import replica, single
 from services.scheduler.settings import SchedulerSettings
-
-if TYPE_CHECKING:
-    from services.common.redis.connection import RedisConnection
-    from services.common.redis.fleet_registry import FleetRegistry, RegisteredReplica
 
 LEAVE_SECONDS = 0.3
 """Limit on the wait for Redis at the drain. Without a reply, the registration expires by itself."""
@@ -35,7 +35,7 @@ class Registration(Collector):
         """Raises SettingError if gateways cannot reach the address, or if a package is missing."""
         _require_usable_address(settings)
         self._advertised = settings.advertise_address
-        self._redis = None if settings.redis_url is None else _connection(settings.redis_url)
+        self._redis = None if settings.redis_url is None else RedisConnection(settings.redis_url)
         self._registry: FleetRegistry | None = None
         self._replica: RegisteredReplica | None = None
         self._is_registered = False
@@ -52,12 +52,6 @@ class Registration(Collector):
         """
         if self._redis is None:
             return
-        from services.common.redis.fleet_registry import (  # noqa: PLC0415 - an extra
-            RENEW_SECONDS,
-            FleetRegistry,
-            RegisteredReplica,
-        )
-
         self._registry = FleetRegistry(self._redis, model_name)
         self._replica = RegisteredReplica(self._advertised or address, node)
         while True:
@@ -122,12 +116,3 @@ def _require_usable_address(settings: SchedulerSettings) -> None:
             "--advertise-address must be given with --redis-url: gateways on other machines cannot "
             f"reach this scheduler at {address}"
         )
-
-
-def _connection(url: str) -> "RedisConnection":
-    """A connection to the Redis at `url`. Raises SettingError if its package is missing."""
-    try:
-        from services.common.redis.connection import RedisConnection  # noqa: PLC0415 - an extra
-    except ModuleNotFoundError as error:
-        raise SettingError(NEEDS_REDIS) from error
-    return RedisConnection(url)

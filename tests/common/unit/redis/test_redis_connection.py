@@ -14,7 +14,8 @@ if needs_redis.args[0]:
     pytest.skip(needs_redis.kwargs["reason"], allow_module_level=True)
 
 from services.common.process.settings import FileText, SettingError
-from services.common.redis.connection import RedisConnection, RedisUnavailable, why_unusable
+from services.common.redis.client import why_unusable
+from services.common.redis.connection import RedisConnection, RedisUnavailable
 
 
 @pytest.fixture

@@ -2,18 +2,16 @@
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from services.common.errors import Unavailable
-
-if TYPE_CHECKING:
-    from services.common.redis.connection import RedisConnection
+from services.common.redis.connection import RedisConnection
 
 
 class RedisProbe:
     """Sends a PING when it is asked, over its own connection. Callers at the same time share it."""
 
-    def __init__(self, redis: "RedisConnection") -> None:
+    def __init__(self, redis: RedisConnection) -> None:
         self._redis = redis
         self._lock = asyncio.Lock()
         self._sent_at = 0.0
