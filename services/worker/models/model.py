@@ -4,19 +4,17 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from services.worker.backends.attention import AttentionLayer, LayerAttention, StateLayer
 from services.worker.backends.lora import LoraRows
 from services.worker.models.config import DtypeSetting
+from services.worker.models.lora.reader import LoraReader
 from services.worker.models.pooling_config import PoolingConfig
 from services.worker.models.quantization_config import QuantizationSetting
 from services.worker.models.stage import StageLayers
-
-if TYPE_CHECKING:
-    from services.worker.models.lora.reader import LoraReader
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +91,7 @@ class LoadedModel:
     """Whether Stepwell's own layers compute the model. Otherwise transformers' layers do."""
     stage: StageLayers | None = None
     """The layers that `model` has. None means all layers."""
-    lora: "LoraReader | None" = None
+    lora: LoraReader | None = None
     """Reads LoRA adapters, or None if the model does not support LoRA."""
 
     @property

@@ -10,14 +10,12 @@ from dataclasses import dataclass, fields, replace
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from services.common.process.settings import SettingError
+from services.worker.core.batch.input_batch import BatchLimits
 from services.worker.core.kv.free_memory import FreeMemory
 from services.worker.core.step_times import NO_SERVING, ServingCosts, StepCosts, StepTimes
-
-if TYPE_CHECKING:  # torch is not imported, because `stepwell simulate` runs without it
-    from services.worker.core.batch.input_batch import BatchLimits
 
 T = TypeVar("T")
 
@@ -79,7 +77,7 @@ class MeasuredProfile:
         return StepTimes(self.draft, self.draft)
 
     def free_memory(
-        self, size: ModelSize, limits: "BatchLimits", utilization: float | None
+        self, size: ModelSize, limits: BatchLimits, utilization: float | None
     ) -> FreeMemory:
         """Returns the memory for the KV cache. `utilization` is a fraction, by default 1."""
         share = utilization or 1.0
@@ -123,7 +121,7 @@ class ComputedProfile:
         return self.step_times(size)
 
     def free_memory(
-        self, size: ModelSize, limits: "BatchLimits", utilization: float | None
+        self, size: ModelSize, limits: BatchLimits, utilization: float | None
     ) -> FreeMemory:
         """Returns the device's memory, minus the weights and an estimate for the largest step."""
         width = 6 * size.hidden_size + 4 * size.intermediate_size

@@ -3,7 +3,6 @@ the pool. To publish a block means to cache it under its hash, so that later req
 """
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
 
 from services.common.pool import operations as ops
 from services.common.pool.block_hash import BlockHash
@@ -13,11 +12,9 @@ from services.scheduler.core.computed_tokens import num_computed_tokens_of, with
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.kv.pending_operations import PendingOperations
 from services.scheduler.core.planning.step_builder import PlannedSteps, StepBuilder
+from services.scheduler.core.policies.retention import Retention
 from services.scheduler.core.ports import KVPool, PoolLost
 from services.scheduler.core.request import Request
-
-if TYPE_CHECKING:
-    from services.scheduler.core.policies.retention import Retention
 
 _Filling = tuple[int, int, Request]
 """A request whose blocks a step fills: its admission number, the number of its known tokens that
@@ -31,7 +28,7 @@ class KVCacheManager:
     """
 
     def __init__(
-        self, config: SchedulerConfig, pool: KVPool, retention: "Retention | None" = None
+        self, config: SchedulerConfig, pool: KVPool, retention: Retention | None = None
     ) -> None:
         self._retention = retention
         self.num_free_blocks = config.num_blocks - 1

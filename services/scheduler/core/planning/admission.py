@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from services.common.pool.block_hash import BlockHash
 from services.common.pool.operations import Admission
@@ -11,10 +10,8 @@ from services.scheduler.core.output import WaitReason
 from services.scheduler.core.planning import step_encoder
 from services.scheduler.core.planning.chunks import aligned_chunk
 from services.scheduler.core.planning.step_builder import PassingOver, StepBuilder
+from services.scheduler.core.policies.retention import Retention
 from services.scheduler.core.request import Request, RequestStatus
-
-if TYPE_CHECKING:
-    from services.scheduler.core.policies.retention import Retention
 
 
 @dataclass(slots=True)  # see Admission
@@ -91,7 +88,7 @@ class AdmissionPlanner:
     """Plans all admissions of a step in advance, so that one transaction can perform them."""
 
     config: SchedulerConfig
-    retention: "Retention | None" = None
+    retention: Retention | None = None
 
     def plan(
         self,
