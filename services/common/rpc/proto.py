@@ -1,10 +1,8 @@
 import enum
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-if TYPE_CHECKING:
-    from google.protobuf.descriptor import Descriptor
-
+from google.protobuf.descriptor import Descriptor
 
 E = TypeVar("E", bound=enum.Enum)
 V = TypeVar("V", bound=int)
@@ -41,7 +39,7 @@ class ProtoEnum(Generic[E, V]):
         return self._members.get(number)
 
 
-def require_same_fields(dataclass: type[Any], message: "Descriptor") -> None:
+def require_same_fields(dataclass: type[Any], message: Descriptor) -> None:
     """Raises TypeError if the dataclass and the message have different field names. Modules that
     convert messages call this at import, so that no process starts that would drop a field.
     """
