@@ -2,12 +2,12 @@
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from services.common.errors import InvalidArgument, ResourceExhausted
+from services.common.recent import Recent
 from services.common.request.structured_outputs import FIELD, StructuredOutputs, invalid
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class GrammarJudge:
         """`tokenizer_json` returns the text of a tokenizer.json."""
         self._tokenizer_json = tokenizer_json
         self._compiler: tuple[_Vocabulary, GrammarCompiler] | None = None
-        self._verdicts: OrderedDict[tuple[StructuredOutputs, _Vocabulary], str] = OrderedDict()
+        self._verdicts: Recent[tuple[StructuredOutputs, _Vocabulary], str] = Recent(_MAX_KEPT)
         self._num_waiting = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
 
@@ -44,11 +44,7 @@ class GrammarJudge:
         verdict = self._verdicts.get((wanted, vocabulary))
         if verdict is None:
             verdict = await self._new_verdict(wanted, vocabulary)
-            self._verdicts[wanted, vocabulary] = verdict
-            if len(self._verdicts) > _MAX_KEPT:
-                self._verdicts.popitem(last=False)
-        else:
-            self._verdicts.move_to_end((wanted, vocabulary))
+        self._verdicts[wanted, vocabulary] = verdict
         if verdict:
             raise InvalidArgument(verdict, field=FIELD)
 

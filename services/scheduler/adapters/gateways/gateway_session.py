@@ -7,6 +7,7 @@ from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common.errors import InvalidArgument, StepwellError
 from services.common.pool.ids import ContextId
+from services.common.recent import Recent
 from services.common.replica.load import ReplicaLoad
 from services.common.replica.queue_state import QueueState
 from services.common.rpc.status import status_code
@@ -41,7 +42,7 @@ class GatewaySession:
     """
     requests: dict[int, Request] = field(default_factory=dict)
     """Maps handles (numbers that the gateway chose) to unfinished requests."""
-    contexts: dict[int, ContextId] = field(default_factory=dict)
+    contexts: Recent[int, ContextId] = field(default_factory=lambda: Recent(_MAX_CONTEXTS))
     """Maps the handles of recently ended requests to their contexts."""
     queue_announced: QueueState | None = None
     """The queue state (length, expected waits) that was last sent to the gateway, or None."""
@@ -67,8 +68,6 @@ class GatewaySession:
         """Stores an ended request's context, for a message that names the agent's next tool."""
         if context is not None:
             self.contexts[handle] = context
-            if len(self.contexts) > _MAX_CONTEXTS:
-                del self.contexts[next(iter(self.contexts))]
 
     def numbered(self, response: scheduler_pb2.SessionResponse) -> scheduler_pb2.SessionResponse:
         """Numbers the next message to send, and acknowledges the received messages in it."""

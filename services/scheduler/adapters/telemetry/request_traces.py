@@ -1,11 +1,11 @@
 """Decides which requests are sampled, at their arrival or later, and records their spans."""
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from opentelemetry.trace import Link, SpanContext
 
+from services.common.recent import Recent
 from services.common.telemetry.trace_context import child_of, sampled_parent
 from services.common.telemetry.tracing import Tracing
 from services.scheduler.adapters.telemetry.request_spans import (
@@ -18,39 +18,17 @@ from services.scheduler.adapters.telemetry.request_spans import (
 from services.scheduler.core.request import Request
 from services.scheduler.core.timelines.timeline import Timeline
 
-MAX_KEPT = 2048
+_MAX_KEPT = 2048
 """Limit on the number of stored timelines, which take some kilobytes each."""
 
 
 @dataclass(frozen=True, slots=True)
-class KeptTrace:
+class _Kept:
     """The data from which the spans of an ended request can still be created."""
 
     timeline: Timeline
     attributes: Attributes
     failed: bool
-
-
-class KeptTraces:
-    """Maps the ids of requests that ended recently, and were not sampled, to their timelines."""
-
-    def __init__(self, most: int = MAX_KEPT) -> None:
-        self._most = most
-        self._traces: OrderedDict[str, KeptTrace] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._traces)
-
-    def add(self, request_id: str, trace: KeptTrace) -> None:
-        """Stores a timeline, in place of the oldest one if too many are stored."""
-        self._traces.pop(request_id, None)
-        self._traces[request_id] = trace
-        if len(self._traces) > self._most:
-            self._traces.popitem(last=False)
-
-    def take(self, request_id: str) -> KeptTrace | None:
-        """Removes and returns the timeline of a request, or None if it is not stored."""
-        return self._traces.pop(request_id, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +46,8 @@ class RequestTraces:
         self._is_enabled = tracing.enabled
         self._spans = RequestSpans(tracing, step_link)
         self._sampled: dict[Request, _Sampled] = {}
-        self._kept = KeptTraces()
+        self._kept: Recent[str, _Kept] = Recent(_MAX_KEPT)
+        """Maps the ids of requests that ended recently, and were not sampled, to their data."""
 
     def has_any_of(self, candidates: Callable[[], Iterable[Request]]) -> bool:
         """Whether a sampled request runs or is among `candidates`."""
@@ -94,7 +73,7 @@ class RequestTraces:
         attributes, failed = request_attributes(request), is_defect(request)
         sampled = self._sampled.pop(request, None)
         if sampled is None:
-            self._kept.add(request.request_id, KeptTrace(timeline, attributes, failed))
+            self._kept[request.request_id] = _Kept(timeline, attributes, failed)
         else:
             self._spans.record(
                 timeline,
@@ -118,7 +97,7 @@ class RequestTraces:
             if request.request_id == request_id and request not in self._sampled:
                 self._sample(request, parent)
                 return
-        trace = self._kept.take(request_id)
+        trace = self._kept.pop(request_id, None)
         if trace is not None:
             self._spans.record(
                 trace.timeline, trace.attributes, child_of(parent), parent, failed=trace.failed

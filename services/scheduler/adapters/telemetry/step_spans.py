@@ -1,6 +1,5 @@
 """Converts steps to spans. Each step is a separate trace with links to its sampled requests."""
 
-from collections import OrderedDict
 from collections.abc import Sequence
 
 from opentelemetry.trace import Link, SpanContext
@@ -8,9 +7,6 @@ from opentelemetry.trace import Link, SpanContext
 from services.common.telemetry import names
 from services.common.telemetry.tracing import MAX_LINKS, Tracing
 from services.scheduler.core.output import SchedulerOutput
-
-MAX_REMEMBERED = 8192
-"""Number of recent sampled steps to which requests that end later can link."""
 
 Attributes = dict[str, str | int | float | bool | Sequence[str]]
 
@@ -63,19 +59,3 @@ class StepSpan:
             attributes=self._attributes,
             links=self._links,
         )
-
-
-class SampledSteps:
-    """Maps the numbers of recent sampled steps to trace links."""
-
-    def __init__(self) -> None:
-        self._links: OrderedDict[int, Link] = OrderedDict()
-
-    def add(self, step: int, context: SpanContext) -> None:
-        self._links[step] = Link(context)
-        if len(self._links) > MAX_REMEMBERED:
-            self._links.popitem(last=False)
-
-    def link(self, step: int) -> Link | None:
-        """The link to a step. None if the step was not sampled or is no longer stored."""
-        return self._links.get(step)

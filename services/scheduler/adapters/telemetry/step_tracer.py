@@ -16,18 +16,23 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from opentelemetry.trace import Link
+
+from services.common.recent import Recent
 from services.common.telemetry.trace_context import sampled_parent, traceparent_text
 from services.common.telemetry.tracing import Tracing
 from services.scheduler.adapters.telemetry.request_timelines import RequestTimelines, StepRecord
 from services.scheduler.adapters.telemetry.request_traces import RequestTraces
 from services.scheduler.adapters.telemetry.statistics import StepCounts
-from services.scheduler.adapters.telemetry.step_spans import SampledSteps, StepSpan
+from services.scheduler.adapters.telemetry.step_spans import StepSpan
 from services.scheduler.core.output import EngineCoreOutputs, PreemptionCause, SchedulerOutput
 from services.scheduler.core.ports import PoolLost, WorkersLost
 from services.scheduler.core.request import Request, TurnEnd
 
 STEP_SERVICE = "engine-steps"
 """The service name of step traces contains this, to distinguish them from request traces."""
+_MAX_STEP_LINKS = 8192
+"""Number of recent sampled steps to which requests that end later can link."""
 MAX_UNCOUNTED_STEPS = 32
 MAX_UNCOUNTED_NANOS = 100_000_000
 """Limit on the time from the first to the last step that is not counted yet."""
@@ -58,8 +63,8 @@ class StepTracer:
         self._end_execution = end_execution
         self._unix_nanos = unix_nanos
         self._timelines = RequestTimelines(counts.wait_reasons, counts.wait_nanos)
-        self._sampled_steps = SampledSteps()
-        self._traces = RequestTraces(tracing, self._sampled_steps.link)
+        self._step_links: Recent[int, Link] = Recent(_MAX_STEP_LINKS)
+        self._traces = RequestTraces(tracing, self._step_links.get)
         self._begun: StepRecord | None = None
         self._steps: dict[int, StepRecord] = {}
         self._uncounted: list[StepRecord] = []
@@ -100,7 +105,7 @@ class StepTracer:
         if step.span is not None:
             step.span.planned(plan, self._traces.links(plan.requests))
             if plan.requests:
-                self._sampled_steps.add(plan.step, step.span.context)
+                self._step_links[plan.step] = Link(step.span.context)
         if plan.is_sent:
             self._steps[plan.step] = step
         elif step.span is not None:

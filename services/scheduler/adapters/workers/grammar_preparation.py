@@ -2,12 +2,12 @@
 
 import asyncio
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from services.common.errors import InvalidArgument, StepwellError
+from services.common.recent import Recent
 from services.common.request.adapter import Adapter
 from services.common.request.finish import FinishReason
 from services.common.request.structured_outputs import KEPT_GRAMMARS, StructuredOutputs
@@ -27,7 +27,7 @@ class PreparedGrammars:
     """The most recently used grammars that all workers have compiled."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[StructuredOutputs, None] = OrderedDict()
+        self._known: Recent[StructuredOutputs, None] = Recent(MAX_KNOWN)
 
     def has(self, wanted: StructuredOutputs) -> bool:
         """Whether the workers have compiled a grammar. Counts as a use of the grammar."""
@@ -38,9 +38,6 @@ class PreparedGrammars:
 
     def add(self, wanted: StructuredOutputs) -> None:
         self._known[wanted] = None
-        self._known.move_to_end(wanted)
-        if len(self._known) > MAX_KNOWN:
-            self._known.popitem(last=False)
 
     def forget(self) -> None:
         """Removes all grammars, because a worker is a new process."""

@@ -15,7 +15,7 @@ from services.common.request.finish import Finish, FinishReason
 from services.gateway.core.fleet.load_tracker import EVICTED_TOKENS_COUNT, OWN_TOKENS_COUNT
 from services.gateway.core.fleet.recent_prefixes import MIN_SECONDS, RecentPrefixes
 from services.gateway.core.fleet.routing import POLICIES, make_policy
-from services.gateway.core.fleet.routing.cache_aware import SPREAD_MIN_SHARING, SessionReplicas
+from services.gateway.core.fleet.routing.cache_aware import SPREAD_MIN_SHARING
 from services.gateway.core.fleet.routing.chain_keys import ChainKeys
 from services.gateway.core.fleet.routing.offers import FEW_TOKENS
 from services.gateway.core.fleet.routing.policy import RoutingParts
@@ -386,11 +386,3 @@ def test_what_was_sent_is_forgotten_after_two_to_four_seconds() -> None:
     recent.add([1, 2], 0.5)
     assert recent.depth([1, 2, 3], 0.5 + MIN_SECONDS) == 2
     assert recent.depth([1, 2, 3], 0.5 + 2 * MIN_SECONDS) == 0
-
-
-def test_the_sessions_seen_longest_ago_are_forgotten() -> None:
-    sessions = SessionReplicas(max_sessions=2)
-    for session in ("s", "t", "s", "u", ""):
-        sessions.remember(session, f"at {session}")
-    found = [sessions.replica_of(session) for session in ("s", "t", "u", "")]
-    assert found == ["at s", None, "at u", None]

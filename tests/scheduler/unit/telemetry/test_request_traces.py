@@ -4,11 +4,9 @@ import pytest
 
 from services.common.request.sampling import SamplingParams
 from services.common.telemetry import names
-from services.scheduler.adapters.telemetry.request_traces import KeptTrace, KeptTraces
 from services.scheduler.core.input_chunk import InputChunk
 from services.scheduler.core.output import PreemptionCause
 from services.scheduler.core.ports import PoolLost, WorkersLost
-from services.scheduler.core.timelines.timeline import Timeline
 from tests.scheduler.span_collector import Seen
 from tests.scheduler.story import prompt
 from tests.scheduler.traced_story import Bar, TracedStory, trace_id_of
@@ -400,16 +398,6 @@ async def test_a_request_whose_spans_are_wanted_while_it_runs_leaves_them_at_its
     await story.to_the_end()
     assert story.waterfall("a").parts[-1] == decode(1, 3)
     assert len(steps(story)) == 2, "from then on its steps are sampled"
-
-
-def test_the_newest_timelines_are_kept_and_no_more() -> None:
-    kept = KeptTraces(2)
-    for name in ("a", "b", "a", "c"):
-        kept.add(name, KeptTrace(Timeline(0), {}, failed=False))
-    assert len(kept) == 2
-    assert kept.take("b") is None
-    assert kept.take("c") is not None
-    assert kept.take("c") is None
 
 
 def seconds_of(span: Seen) -> float:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from stepwell.common.v1 import common_pb2
 from stepwell.scheduler.v1 import scheduler_pb2
 
+from services.common.recent import Recent
 from services.common.replica.messages import queue_state_from_proto, replica_load_from_proto
 from services.gateway.adapters.schedulers.converters import (
     finish_from_proto,
@@ -48,7 +49,7 @@ class SessionDeltas:
         """Maps the handles of aborted sequences to their aborts, the oldest first, until the
         scheduler reports the end of the sequence.
         """
-        self._crossed: dict[int, None] = {}
+        self._crossed: Recent[int, None] = Recent(_MAX_CROSSED)
         """Handles of clients' sessions that the scheduler has ended. It rejects a turn that the
         gateway sent before it learned of the end.
         """
@@ -314,8 +315,6 @@ class SessionDeltas:
         sent = self._sent[handle]
         if sent.continues and not (sent.is_admitted or sent.is_between_turns):
             self._crossed[handle] = None
-            if len(self._crossed) > _MAX_CROSSED:
-                del self._crossed[next(iter(self._crossed))]
 
     def _remove(self, handle: int) -> None:
         del self._sent[handle]

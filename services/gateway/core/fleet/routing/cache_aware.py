@@ -1,8 +1,8 @@
 """Routing by cached prefixes and load, both converted to seconds."""
 
-from collections import OrderedDict
 from collections.abc import Sequence
 
+from services.common.recent import Recent
 from services.gateway.core.fleet.load_tracker import era_of
 from services.gateway.core.fleet.recent_prefixes import RecentReplicas
 from services.gateway.core.fleet.replica import Replica
@@ -54,7 +54,8 @@ class CacheAware:
         self._directory = parts.directory
         self._max_load_delta = parts.max_load_delta
         self._sequence_keys = parts.sequence_keys
-        self._sessions = SessionReplicas()
+        self._sessions: Recent[str, str] = Recent(_MAX_SESSIONS)
+        """Maps sessions to the addresses of the replicas that served their last requests."""
         self._recent = RecentReplicas()
         self._kept_order: LoadOrder | None = None
         self._last_candidates: Sequence[Replica] = ()
@@ -71,13 +72,14 @@ class CacheAware:
         offers = Offers(self._order(candidates, now), inflight, keys, now)
         nodes = self._directory.match(keys)
         recent = self._recent.addresses(keys[0], now) if keys else ()
-        address_before = self._sessions.replica_of(session_id)
+        address_before = self._sessions.get(session_id)
         offers.examine(nodes, [*recent, address_before or ""])
         chosen, reason = self._choose(offers, address_before)
         chosen.replica.recent_prefixes.add(keys, now, chosen.known_depth)
         if keys:
             self._recent.add(keys[0], chosen.replica.address, now)
-        self._sessions.remember(session_id, chosen.replica.address)
+        if session_id:
+            self._sessions[session_id] = chosen.replica.address
         return RoutingDecision(
             chosen.replica.address,
             reason,
@@ -142,24 +144,3 @@ def _is_hot(offer: Offer, keys: Sequence[int], least: int) -> bool:
         and load.num_requests >= SPREAD_LOAD_RATIO * least
         and load.num_sharing(key) >= SPREAD_MIN_SHARING
     )
-
-
-class SessionReplicas:
-    """Maps recently used sessions to the replicas that served their last requests."""
-
-    def __init__(self, max_sessions: int = _MAX_SESSIONS) -> None:
-        self._replicas: OrderedDict[str, str] = OrderedDict()
-        self._max_sessions = max_sessions
-
-    def remember(self, session_id: str, address: str) -> None:
-        """Stores the replica of a session. Does nothing for an empty session id."""
-        if not session_id:
-            return
-        self._replicas[session_id] = address
-        self._replicas.move_to_end(session_id)
-        if len(self._replicas) > self._max_sessions:
-            self._replicas.popitem(last=False)
-
-    def replica_of(self, session_id: str) -> str | None:
-        """Returns the address of the session's last replica, or None if it is not known."""
-        return self._replicas.get(session_id)

@@ -2,11 +2,11 @@
 part of a conversation is hashed only once.
 """
 
-from collections import OrderedDict
 from dataclasses import dataclass
 
 from services.common.pool.block_hash import encode_extra_keys, hash_packed_blocks, pack_token_ids
 from services.common.pool.kv_directory import block_keys
+from services.common.recent import Recent
 from services.gateway.core.fleet.replica_description import ReplicaDescription
 from services.gateway.core.request.inflight import Inflight
 
@@ -29,8 +29,7 @@ class ChainKeys:
     """
 
     def __init__(self, max_segments: int = MAX_SEGMENTS) -> None:
-        self._segments: OrderedDict[tuple[bytes, int, bytes], _Segment] = OrderedDict()
-        self._max_segments = max_segments
+        self._segments: Recent[tuple[bytes, int, bytes], _Segment] = Recent(max_segments)
 
     def of_sequence(self, inflight: Inflight, served: ReplicaDescription) -> list[int]:
         request = inflight.request
@@ -70,14 +69,9 @@ class ChainKeys:
                 hashes = hash_packed_blocks(parent, part, unit, extra_keys)
                 segment = _Segment(hashes[-1], block_keys(hashes[last :: last + 1]))
                 if len(part) == stride:
-                    self._remember(name, segment)
+                    self._segments[name] = segment
             else:
                 self._segments.move_to_end(name)
             keys += segment.keys
             parent, extra_keys = segment.last_hash, b""
         return keys
-
-    def _remember(self, name: tuple[bytes, int, bytes], segment: _Segment) -> None:
-        self._segments[name] = segment
-        if len(self._segments) > self._max_segments:
-            self._segments.popitem(last=False)

@@ -2,11 +2,12 @@
 idle time are limited.
 """
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from services.common.errors import NotFound, QuotaExceeded, ResourceExhausted, StepwellError
+from services.common.recent import Recent
 from services.gateway.core.caller import ANYONE, Caller
 from services.gateway.core.ports import TIMER_SLACK_SECONDS, Clock, Timer
 from services.gateway.options.sessions.core.client_session import ClientSession
@@ -50,7 +51,7 @@ class ClientSessions:
         self._timers: dict[str, Timer] = {}
         self._num_of_caller: Counter[str] = Counter()
         self._listeners: dict[str, Callable[[StepwellError], object]] = {}
-        self._ended: OrderedDict[str, tuple[str, StepwellError]] = OrderedDict()
+        self._ended: Recent[str, tuple[str, StepwellError]] = Recent(MAX_ENDED)
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -155,6 +156,4 @@ class ClientSessions:
         self._listeners.pop(session.session_id, None)
         self._num_of_caller -= Counter((session.caller.caller_id,))
         self._ended[session.session_id] = session.caller.caller_id, error
-        if len(self._ended) > MAX_ENDED:
-            self._ended.popitem(last=False)
         session.release()

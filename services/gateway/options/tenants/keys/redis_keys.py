@@ -14,6 +14,7 @@ from collections.abc import Iterable
 
 from services.common.errors import Unavailable
 from services.common.keys.book_redis import LookUp, look_up
+from services.common.recent import Recent
 from services.common.redis.connection import RedisConnection, RedisUnavailable
 from services.gateway.options.tenants.keys.store import KnownKey
 
@@ -34,7 +35,7 @@ class RedisKeys:
         self._redis = redis
         self._cache_seconds = cache_seconds
         self._share_cache = share_cache
-        self._keys: dict[str, KnownKey] = {}
+        self._keys: Recent[str, KnownKey] = Recent(_MAX_KEYS)
         self._version: str | None = None
         """The version number of the keys in memory, or None if the keys must be read again."""
         self._contact_at = asyncio.get_running_loop().time()
@@ -102,8 +103,6 @@ class RedisKeys:
                 self._keys[key_id] = KnownKey.of(*found, share_cache=self._share_cache)
         if answer.damaged:
             logger.error("%d records of API keys in Redis are damaged", answer.damaged)
-        while len(self._keys) > _MAX_KEYS:
-            del self._keys[next(iter(self._keys))]
 
     def _lost(self, why: str) -> None:
         if not self._is_lost:

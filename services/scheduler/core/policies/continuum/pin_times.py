@@ -6,6 +6,7 @@ from collections import deque
 from math import log, sqrt
 from statistics import fmean
 
+from services.common.recent import Recent
 from services.scheduler.core.step_costs import StepCosts
 
 FIXED_SECONDS = 2.0
@@ -23,15 +24,13 @@ class Pauses:
 
     def __init__(self) -> None:
         self.all: deque[float] = deque(maxlen=_NUM_KEPT)
-        self._of_tool: dict[str, deque[float]] = {}
+        self._of_tool: Recent[str, deque[float]] = Recent(_MAX_TOOLS)
 
     def add(self, tool: str, seconds: float) -> None:
         self.all.append(seconds)
-        of_tool = self._of_tool.pop(tool, None) or deque(maxlen=_NUM_KEPT)
+        of_tool = self._of_tool.get(tool) or deque(maxlen=_NUM_KEPT)
         self._of_tool[tool] = of_tool
         of_tool.append(seconds)
-        if len(self._of_tool) > _MAX_TOOLS:
-            del self._of_tool[next(iter(self._of_tool))]
 
     def of(self, tool: str) -> deque[float]:
         return self._of_tool.get(tool) or deque()

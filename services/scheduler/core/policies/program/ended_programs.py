@@ -3,12 +3,13 @@ is the requests (turns) of one run of an agent. Programs whose first prompts beg
 tokens belong to one application.
 """
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
 from services.common.pool.block_hash import BlockHash
+from services.common.recent import Recent
 from services.scheduler.core.policies.programs import Program
 
 _LEAST_ENDED = 5
@@ -67,8 +68,8 @@ class EndedPrograms:
     """Statistics of ended programs by application."""
 
     def __init__(self) -> None:
-        self._of: OrderedDict[BlockHash | None, _Ended] = OrderedDict()
-        """Maps applications to statistics, the least recently used application first."""
+        self._of: Recent[BlockHash | None, _Ended] = Recent(_MAX_APPLICATIONS)
+        """Maps applications to statistics."""
         self._first = _Ended()
         """Statistics of each application's first programs, used for applications that are new."""
         self._presumed = set[Program]()
@@ -99,10 +100,8 @@ class EndedPrograms:
             self._own(program).returned(program)
 
     def _own(self, program: Program) -> _Ended:
-        own = self._of.setdefault(program.application, _Ended())
-        self._of.move_to_end(program.application)
-        if len(self._of) > _MAX_APPLICATIONS:
-            self._of.popitem(last=False)
+        own = self._of.get(program.application, _Ended())
+        self._of[program.application] = own
         return own
 
     def expected_tokens(self, application: BlockHash | None, num_before: int) -> float:
