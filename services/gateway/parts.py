@@ -19,7 +19,7 @@ from services.gateway.adapters.directory.follower import make_follower
 from services.gateway.adapters.directory.metrics import IndexCollector
 from services.gateway.adapters.discovery.discovery import Discovery
 from services.gateway.adapters.grammars.judge import GrammarJudge
-from services.gateway.adapters.http.operators.server_routes import ServerRoutes
+from services.gateway.adapters.http.clients.server_routes import ServerRoutes
 from services.gateway.adapters.lora_files import lora_modules
 from services.gateway.adapters.schedulers.scheduler_links import SchedulerLinks
 from services.gateway.adapters.telemetry.fleet_metrics import FleetCollector, FleetMetrics

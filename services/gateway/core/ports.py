@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from services.common.request.structured_outputs import StructuredOutputs
-from services.gateway.core.request.truncation import Truncation
+from services.gateway.core.truncation import Truncation
 
 TIMER_SLACK_SECONDS = 0.001
 """An event loop may run a callback up to this number of seconds before its time."""

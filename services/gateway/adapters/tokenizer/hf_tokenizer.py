@@ -20,7 +20,7 @@ from services.gateway.adapters.tokenizer.tokenizer_description import described
 from services.gateway.adapters.tokenizer.transformers_package import import_auto_tokenizer
 from services.gateway.adapters.tokenizer.truncated_texts import truncated
 from services.gateway.core.ports import TextTooLong
-from services.gateway.core.request.truncation import Truncation
+from services.gateway.core.truncation import Truncation
 
 T = TypeVar("T")
 

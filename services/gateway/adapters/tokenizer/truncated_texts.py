@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from services.gateway.core.request.truncation import Truncation, lengths_kept
+from services.gateway.core.truncation import Truncation, lengths_kept
 
 _CHARACTERS_PER_TOKEN = 8
 _MARGIN_TOKENS = 64

@@ -12,7 +12,7 @@ from services.gateway.core.request.request_check import (
     of_prompt,
     prompt_too_long,
 )
-from services.gateway.core.request.truncation import Truncation, truncation
+from services.gateway.core.truncation import Truncation, truncation
 
 
 @dataclass(eq=False)

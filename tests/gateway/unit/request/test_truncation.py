@@ -11,7 +11,7 @@ from tokenizers.processors import TemplateProcessing
 
 from services.common.errors import InvalidArgument
 from services.gateway.adapters.tokenizer.hf_tokenizer import HfTokenizer, load_tokenizer
-from services.gateway.core.request.truncation import Truncation, lengths_kept, truncation
+from services.gateway.core.truncation import Truncation, lengths_kept, truncation
 from tests.gateway.serving import Serving, serving
 from tests.gateway.tiny_tokenizer import write_tokenizer
 

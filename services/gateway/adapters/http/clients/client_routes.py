@@ -7,6 +7,7 @@ from services.common.request.program import MAX_PROGRAM_ID_BYTES
 from services.common.telemetry.exposition import CONTENT_TYPE
 from services.gateway.adapters.http.anthropic.bodies import CountTokensBody, MessagesBody
 from services.gateway.adapters.http.clients import generation_routes
+from services.gateway.adapters.http.clients.server_routes import METRICS, MODELS, ServerRoutes
 from services.gateway.adapters.http.clients.tokenizer_routes import COUNT_TOKENS, TokenizerRoutes
 from services.gateway.adapters.http.exchange import program_fields
 from services.gateway.adapters.http.exchange.deadline import HEADER as TIMEOUT_HEADER
@@ -27,7 +28,6 @@ from services.gateway.adapters.http.openapi import (
     responses_answers,
     server_answers,
 )
-from services.gateway.adapters.http.operators.server_routes import METRICS, MODELS, ServerRoutes
 
 HEADERS = (
     RequestHeader(

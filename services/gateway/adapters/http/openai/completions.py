@@ -23,8 +23,8 @@ from services.gateway.core.request.generation import Answer
 from services.gateway.core.request.inference import Inference
 from services.gateway.core.request.logprobs import LogprobRows, joined
 from services.gateway.core.request.request import ClientRequest, Prompt
-from services.gateway.core.request.truncation import Truncation
 from services.gateway.core.text.detokenizer import echoed
+from services.gateway.core.truncation import Truncation
 
 DEFAULT_MAX_TOKENS = 16
 

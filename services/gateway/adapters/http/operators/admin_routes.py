@@ -18,11 +18,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from services.common.replica.pause_mode import PauseMode
+from services.gateway.adapters.http.clients.server_routes import ServerRoutes
 from services.gateway.adapters.http.exchange.errors import error_body, status_of
 from services.gateway.adapters.http.exchange.query import Query, read_query
 from services.gateway.adapters.http.exchange.route import READ, Handler, Route
 from services.gateway.adapters.http.openapi import admin_answers as answers
-from services.gateway.adapters.http.operators.server_routes import ServerRoutes
 from services.gateway.core.fleet.administration import Administration, Outcome
 from services.gateway.settings import GatewaySettings
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import grpc
 from stepwell.scheduler.v1 import scheduler_pb2
 
-from services.gateway.adapters.http.operators.server_routes import stats_document
+from services.gateway.adapters.http.clients.server_routes import stats_document
 from services.gateway.adapters.schedulers.scheduler_links import SchedulerLinks
 from services.gateway.core.fleet.membership import Membership
 from services.gateway.core.fleet.replica import Replica
