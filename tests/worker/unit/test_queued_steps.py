@@ -13,8 +13,9 @@ from transformers import PreTrainedModel
 from benchmarks.gpu import model
 from services.common.request.adapter import adapter_digest
 from services.common.request.sampling import SamplingParams
-from services.worker.backends.attention import AttentionShape
+from services.worker.backends.attention import AttentionLayer, AttentionShape
 from services.worker.backends.cuda.kernels import BatchInvariantKernels, CudaKernels
+from services.worker.backends.device import UnsuitableDevice
 from services.worker.backends.lora import LoraFactors, LoraLayer
 from services.worker.core.batch.input_batch import BatchLimits
 from services.worker.core.batch.lora_adapters import LoraAdapters
@@ -187,6 +188,22 @@ def test_large_steps_have_grids_that_cuda_accepts(tmp_path: Path, split_k: Any) 
     with mode:
         chunks = (shape for shape in every_shape(runner.limits) if shape.num_tokens > 1)
         run_prompts(runner, runner.limits, next(chunks))
+
+
+def test_more_decodes_than_a_grid_has_rows_are_refused(split_k: Any) -> None:
+    # Imported only here, because not all machines have xFormers.
+    from services.worker.backends.cuda.paged_attention import (  # noqa: PLC0415
+        XformersPagedAttention,
+    )
+
+    layer = AttentionLayer(32, 32, 16, 0.25)
+    shape = AttentionShape((layer,), 64, 2, torch.bfloat16, META)
+    attention = XformersPagedAttention(shape, FakeCuda(QueuedOnly()), 4, split_k)
+    attention.decode_step(1024)
+    with pytest.raises(
+        UnsuitableDevice, match=r"max_num_seqs is above 1024, .* 32 key-value heads"
+    ):
+        attention.decode_step(1025)
 
 
 def test_the_steps_of_the_gpu_benchmark_are_queued(

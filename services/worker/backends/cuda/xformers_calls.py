@@ -17,7 +17,7 @@ from services.worker.backends.attention import StepLayout
 from services.worker.backends.cuda import sub_chunks
 from services.worker.backends.cuda.sub_chunks import KeyRanges, seen_by_all
 from services.worker.backends.cuda.xformers_ops import FLASH, Bias, PagedOps
-from services.worker.backends.device import Device
+from services.worker.backends.device import Device, UnsuitableDevice
 
 Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Attention of some queries of a step, called for one layer after the other. Maps queries [n,
@@ -50,8 +50,15 @@ class LayerKind:
         return self.ops.layer.window
 
     def decodes(self, num_lanes: int) -> "DecodeCall":
-        """Returns a call with one query in each lane. Lengths and tables are set in each step."""
-        size = self._lane() if self.batch_invariant else 1
+        """Returns a call with one query in each lane. Lengths and tables are set in each step.
+        Raises UnsuitableDevice if a call cannot have as many lanes.
+        """
+        size, most = self._lane() if self.batch_invariant else 1, self._most_lanes(1)
+        if num_lanes > most:
+            raise UnsuitableDevice(
+                f"max_num_seqs is above {most}, the most that attention on CUDA computes for "
+                f"{self.ops.layer.num_kv_heads} key-value heads; lower --max-num-seqs"
+            )
         there = self.device.torch_device
         tables = torch.zeros(num_lanes, self.width, dtype=torch.int32, device=there)
         ends = np.ones(num_lanes, np.int32)
