@@ -125,10 +125,11 @@ class KVPool:
         value is 0 without requests, without prefix caching, and for groups that free blocks early.
         It is used only to compare steps with vLLM's, since no kernel here does cascade attention.
         """
-        tables = next(iter(self._tables.values()), None)
-        if tables is None or not self.config.enable_prefix_caching:
+        # Metrics are collected in another thread. To copy the values is atomic.
+        tables = list(self._tables.values())
+        if not tables or not self.config.enable_prefix_caching:
             return [0 for _ in self._groups]
-        return self._coordinator.num_common_blocks(tables, len(self._tables))
+        return self._coordinator.num_common_blocks(tables[0], len(tables))
 
     def take_events(self) -> tuple[Event, ...]:
         return self._blocks.take_events()
