@@ -1,7 +1,7 @@
 """Prepares JSON Schemas for llguidance, and rejects those that it accepts but does not enforce."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -11,6 +11,11 @@ _MAX_PARTS = 10_000
 """Limit on the schema parts that are examined to find out whether an instance exists. If the limit
 is reached, an instance is assumed to exist.
 """
+_MAX_TOGETHER = 40_000
+"""Limit on the schema parts that are examined to count properties. A part counts once for each
+schema that refers to it.
+"""
+_MAX_INDEX_DIGITS = 6
 _ALTERNATIVES = ("anyOf", "oneOf")
 
 
@@ -35,22 +40,29 @@ def held_schema(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 class _Checks:
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
-        self._num_left = _MAX_PARTS
+        self._num_left, self._num_together_left = _MAX_PARTS, _MAX_TOGETHER
+        self._targets: dict[str, object] = {}
+        self._satisfiable: set[int] = set()
+        """The `id()` of schemas of which an instance is known to exist."""
 
     def check_counts(self) -> None:
         """Raises InvalidArgument if `minProperties` requires more than one property besides those
-        in `required`. An output could satisfy such a schema by repeating one name.
+        in `required`. An output could satisfy such a schema by repeating one name. Also raises it
+        if too many parts refer to the same parts, since checking them would take seconds.
         """
-        seen: set[int] = set()
+        seen, entered = set[int](), set[int]()
         left: list[object] = [self._root]
         while left:
             part = left.pop()
             if not isinstance(part, Mapping) or id(part) in seen:
                 continue
             seen.add(id(part))
-            together = list(self._together(part, set()))
+            together = self._together(part)
             _check_count(together)
-            left += (inner for one in together for inner in _inside(one))
+            for one in together:
+                if id(one) not in entered:
+                    entered.add(id(one))
+                    left += _inside(one)
 
     def has_instance(self, schema: object, above: frozenset[int]) -> bool:
         """Whether a finite instance of the schema exists. `above` has the `id()` of each enclosing
@@ -59,14 +71,19 @@ class _Checks:
         self._num_left -= 1
         if not isinstance(schema, Mapping) or self._num_left < 0:
             return True
+        if id(schema) in self._satisfiable:
+            return True
         if id(schema) in above:
             return False
         above |= {id(schema)}
-        return all(self.has_instance(one, above) for one in self._needed(schema)) and all(
+        found = all(self.has_instance(one, above) for one in self._needed(schema)) and all(
             any(self.has_instance(one, above) for one in _list(schema, name))
             for name in _ALTERNATIVES
             if _list(schema, name)
         )
+        if found:
+            self._satisfiable.add(id(schema))
+        return found
 
     def _needed(self, schema: Mapping[str, Any]) -> Iterator[object]:
         yield from _list(schema, "allOf")
@@ -82,23 +99,34 @@ class _Checks:
         if schema.get("type") == "array" and _number(schema, "minItems"):
             yield from _list(schema, "prefixItems")[:1] or [schema.get("items")]
 
-    def _together(self, schema: object, seen: set[int]) -> Iterator[Mapping[str, Any]]:
+    def _together(self, schema: Mapping[str, Any]) -> Collection[Mapping[str, Any]]:
         """The schema, and all schemas that apply to the same value (`allOf` and `$ref`)."""
-        if not isinstance(schema, Mapping) or id(schema) in seen:
-            return
-        seen.add(id(schema))
-        yield schema
-        for part in (*_list(schema, "allOf"), self._target(schema)):
-            yield from self._together(part, seen)
+        found: dict[int, Mapping[str, Any]] = {}
+        left: list[object] = [schema]
+        while left:
+            part = left.pop()
+            self._num_together_left -= 1
+            if self._num_together_left < 0:
+                raise invalid("json: too many parts of the schema refer to the same parts")
+            if isinstance(part, Mapping) and id(part) not in found:
+                found[id(part)] = part
+                left += (*_list(part, "allOf"), self._target(part))
+        return found.values()
 
     def _target(self, schema: Mapping[str, Any]) -> object:
         ref = schema.get("$ref")
-        found = find_ref(self._root, ref) if isinstance(ref, str) else None
-        return None if found is None else found[0]
+        if not isinstance(ref, str):
+            return None
+        if ref not in self._targets:
+            found = find_ref(self._root, ref)
+            self._targets[ref] = None if found is None else found[0]
+        return self._targets[ref]
 
 
-def _check_count(together: list[Mapping[str, Any]]) -> None:
+def _check_count(together: Collection[Mapping[str, Any]]) -> None:
     least = max(_number(one, "minProperties") for one in together)
+    if least <= 1:
+        return
     required = {name for one in together for name in _list(one, "required") if _is_name(name)}
     is_closed = any(one.get("additionalProperties") is False for one in together)
     if any(one.get("patternProperties") for one in together):
@@ -194,4 +222,5 @@ def _encoded_ref(ref: str, root: object) -> str:
 def _has(value: object, name: str) -> bool:
     if isinstance(value, Mapping):
         return name in value
-    return isinstance(value, list) and name.isdecimal() and int(name) < len(value)
+    is_index = name.isdecimal() and len(name) <= _MAX_INDEX_DIGITS
+    return isinstance(value, list) and is_index and int(name) < len(value)

@@ -106,6 +106,7 @@ BAD = [
         "requires itself endlessly",
     ),
     (JSON, '{"enum": []}', "Unsatisfiable"),
+    (JSON, '{"allOf": [{"$ref": "#/allOf/' + "9" * 5000 + '"}]}', "parse array index"),
     (JSON, "[1]", "which is an object"),
     (JSON, "{", "json is not JSON"),
     (JSON, json.dumps(nested(MAX_DEPTH)), f"more than {MAX_DEPTH} deep"),
@@ -187,6 +188,12 @@ BOMBS = {
     ),
     "multiples": json.dumps({"type": "integer", "multipleOf": 99_991}),
     "properties": json.dumps({"properties": {f"key{i}": {"type": "string"} for i in range(3000)}}),
+    "references": json.dumps(
+        {
+            "properties": {f"{i:x}": {"$ref": "#/x"} for i in range(1000)},
+            "x": {"allOf": [{} for _ in range(3000)]},
+        }
+    ),
 }
 
 
@@ -226,6 +233,26 @@ async def test_no_more_wait_than_are_compiled_in_a_while(judge: GrammarJudge) ->
     refused = [one for one in outcomes if isinstance(one, ResourceExhausted)]
     assert len(refused) == len(texts) - 64
     assert await verdict(judge, REGEX, texts[-1]) == ""
+
+
+async def test_calls_with_the_same_grammar_wait_for_one_compilation(judge: GrammarJudge) -> None:
+    calls = [asyncio.create_task(verdict(judge, REGEX, "a{1,9}")) for _ in range(100)]
+    await asyncio.sleep(0)
+    calls[0].cancel()
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    assert isinstance(outcomes[0], asyncio.CancelledError)
+    assert outcomes[1:] == [""] * 99
+
+
+async def test_grammars_of_clients_that_left_do_not_take_the_place_of_others(
+    judge: GrammarJudge,
+) -> None:
+    for n in range(1, 100):
+        call = asyncio.create_task(verdict(judge, REGEX, f"b{{1,{n}}}"))
+        await asyncio.sleep(0)
+        call.cancel()
+        await asyncio.wait([call])
+    assert await verdict(judge, REGEX, "b") == ""
 
 
 async def test_a_tokenizer_that_does_not_fit_the_model_is_said_so(judge: GrammarJudge) -> None:
