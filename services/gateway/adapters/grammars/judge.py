@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from services.common.errors import InvalidArgument, ResourceExhausted
@@ -22,6 +23,15 @@ _MAX_WAITING = 64
 _MAX_KEPT = 256
 
 _Vocabulary = tuple[int, tuple[int, ...]]
+_Case = tuple[StructuredOutputs, _Vocabulary]
+
+
+@dataclass(eq=False)
+class _Pending:
+    """A verdict for which `num_calls` calls wait."""
+
+    verdict: asyncio.Future[str]
+    num_calls: int = 0
 
 
 class GrammarJudge:
@@ -33,35 +43,44 @@ class GrammarJudge:
         """`tokenizer_json` returns the text of a tokenizer.json."""
         self._tokenizer_json = tokenizer_json
         self._compiler: tuple[_Vocabulary, GrammarCompiler] | None = None
-        self._verdicts: Recent[tuple[StructuredOutputs, _Vocabulary], str] = Recent(_MAX_KEPT)
-        self._num_waiting = 0
+        self._verdicts: Recent[_Case, str] = Recent(_MAX_KEPT)
+        self._pending: dict[_Case, _Pending] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
 
     async def check(
         self, wanted: StructuredOutputs, vocab_size: int, eos_token_ids: Sequence[int]
     ) -> None:
-        vocabulary = (vocab_size, tuple(eos_token_ids))
-        verdict = self._verdicts.get((wanted, vocabulary))
+        case = (wanted, (vocab_size, tuple(eos_token_ids)))
+        verdict = self._verdicts.get(case)
         if verdict is None:
-            verdict = await self._new_verdict(wanted, vocabulary)
-        self._verdicts[wanted, vocabulary] = verdict
+            verdict = await self._new_verdict(case)
+        self._verdicts[case] = verdict
         if verdict:
             raise InvalidArgument(verdict, field=FIELD)
 
-    async def _new_verdict(self, wanted: StructuredOutputs, vocabulary: _Vocabulary) -> str:
-        """Runs `_judge` in the thread. Raises ResourceExhausted if too many calls wait for it."""
-        if self._num_waiting >= _MAX_WAITING:
-            raise ResourceExhausted(
-                f"{FIELD}: {self._num_waiting} grammars already wait to be compiled; try again "
-                "later",
-                retry_after_seconds=1.0,
-            )
-        self._num_waiting += 1
-        try:
+    async def _new_verdict(self, case: _Case) -> str:
+        """Runs `_judge` in the thread, once for all calls that wait for the same grammar, and not
+        if they are all cancelled before. Raises ResourceExhausted if too many grammars wait.
+        """
+        pending = self._pending.get(case)
+        if pending is None:
+            if len(self._pending) >= _MAX_WAITING:
+                raise ResourceExhausted(
+                    f"{FIELD}: {len(self._pending)} grammars already wait to be compiled; try "
+                    "again later",
+                    retry_after_seconds=1.0,
+                )
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._thread, self._judge, wanted, vocabulary)
+            pending = _Pending(loop.run_in_executor(self._thread, self._judge, *case))
+            self._pending[case] = pending
+        pending.num_calls += 1
+        try:
+            return await asyncio.shield(pending.verdict)
         finally:
-            self._num_waiting -= 1
+            pending.num_calls -= 1
+            if not pending.num_calls:
+                pending.verdict.cancel()
+                del self._pending[case]
 
     def _judge(self, wanted: StructuredOutputs, vocabulary: _Vocabulary) -> str:
         """Returns why a grammar cannot be compiled. The result is empty if it can be compiled. Runs
