@@ -1,5 +1,6 @@
 """A tenant sees only its own requests (running, waiting and finished ones) at a gateway."""
 
+import json
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,62 @@ async def test_a_tenant_sees_its_own_requests_and_an_operator_all(
             assert (await admin.get(path, headers=bearer("one"))).status_code == 401
     lines = [record for record in caplog.records if record.message.startswith("POST /v1/compl")]
     assert sorted(line.tenant for line in lines) == ["key-1", "key-2"]
+
+
+async def test_of_a_trace_that_tenants_share_each_sees_its_own_requests(model: Path) -> None:
+    """Clients choose trace ids and request ids, so two tenants may choose the same ones. The first
+    request ended before the second one began, and the third still runs.
+    """
+    waited_for = [
+        scheduler_pb2.TimePart(name="slots", nanos=1000, waited_for=f"cmpl-{key}") for key in KEYS
+    ]
+    scheduler = FakeScheduler()
+    settings = {"api_keys": KEYS, "trace_address": "127.0.0.1:0", "trace_sample_ratio": 1.0}
+    trace_id = "a" * 32
+    trace = {"traceparent": f"00-{trace_id}-{'b' * 16}-01"}
+
+    async def check(http: httpx.AsyncClient) -> None:
+        for key, other in permutations(KEYS):
+            assert await traced(http, key) == [f"cmpl-{key}"]
+            for name in (key, trace_id):
+                body = await read(http, f"/traces/{name}", key)
+                assert body["request_id"] == f"cmpl-{key}"
+                tenant = body["spans"][0]["attributes"]["stepwell.tenant"]
+                assert tenant == f"key-{KEYS.index(key) + 1}"
+                assert f"cmpl-{other}" not in json.dumps(body)
+            listed = (await read(http, "/traces", key))["traces"]
+            assert f"cmpl-{other}" not in json.dumps(listed)
+            assert (await http.get(f"/traces/{other}", headers=bearer(key))).status_code == 404
+
+    async with serving(model, scheduler, **settings) as served:
+        for key, part in zip(KEYS, reversed(waited_for), strict=True):
+            scheduler.times = scheduler_pb2.RequestTimes(queue_nanos=1000, parts=[part])
+            stream = Stream(served, headers=bearer(key) | trace | {"X-Request-Id": key})
+            await stream.task
+        await check(served.http)
+        scheduler.permits = 0
+        stream = Stream(served, headers=bearer("one") | trace | {"X-Request-Id": "one"})
+        await until(lambda: scheduler.num_running == 1)
+        body = await read(served.http, f"/traces/{trace_id}", "one")
+        assert body["is_running"]
+        assert "cmpl-two" not in json.dumps(body)
+        scheduler.run_freely()
+        await stream.task
+
+
+async def test_a_request_id_that_tenants_share_shows_no_trace_id(model: Path) -> None:
+    scheduler = FakeScheduler(permits=0)
+    settings = {"api_keys": KEYS, "trace_address": "127.0.0.1:0", "trace_sample_ratio": 1.0}
+    async with serving(model, scheduler, **settings) as served:
+        same = {"X-Request-Id": "same"}
+        streams = [Stream(served, headers=bearer(key) | same) for key in KEYS]
+        await until(lambda: scheduler.num_running == 2)
+        for key in KEYS:
+            (replica,) = (await read(served.http, "/activity", key))["replicas"]
+            assert sorted(bool(one["trace_id"]) for one in replica["requests"]) == [False, True]
+        scheduler.run_freely()
+        for stream in streams:
+            await stream.task
 
 
 async def test_what_waits_at_the_gateway_is_shown_with_its_reason(model: Path) -> None:

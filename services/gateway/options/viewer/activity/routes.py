@@ -1,9 +1,10 @@
 """The routes of live data: /activity and /activity/history. `stepwell top` and /ui display them."""
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from itertools import chain
+from typing import Annotated, TypeAlias
 
 from pydantic import Field
 from starlette.requests import Request
@@ -24,6 +25,13 @@ from services.gateway.options.viewer.core.history import History
 ACTIVITY = "/activity"
 HISTORY = "/activity/history"
 _MAX_QUEUED = 256
+_TRACE_ID = slice(3, 35)
+"""The place of the trace id in a traceparent."""
+
+Own: TypeAlias = Mapping[str, set[str]] | None
+"""Maps the request ids of the caller's own sequences to their trace ids. None means that the caller
+may see all.
+"""
 
 
 class ActivityQuery(Query):
@@ -73,7 +81,7 @@ class ActivityRoutes:
         """
         query = read_query(request, ActivityQuery)
         caller_id: str = request.state.caller.caller_id
-        own = None if self.sees_all or not caller_id else set(self._ids_of(caller_id))
+        own = None if self.sees_all or not caller_id else self._own(caller_id)
         tenant = None if own is None else tenant_digest(caller_id)
         after = dict(_cursors(query.after))
         replicas = [
@@ -99,7 +107,7 @@ class ActivityRoutes:
             headers={"Cache-Control": "no-store"},
         )
 
-    def _queued(self, own: Collection[str] | None) -> list[Document]:
+    def _queued(self, own: Own) -> list[Document]:
         return [
             {
                 "request_id": _shown(queued.inflight.request.request_id, own),
@@ -109,15 +117,19 @@ class ActivityRoutes:
             for queued in self.fleet.queued(_MAX_QUEUED)
         ]
 
-    def _ids_of(self, caller_id: str) -> Iterator[str]:
-        """Yields the ids of a caller's sequences at replicas and in this gateway's queue."""
-        for replica in self.fleet.membership.replicas:
-            for inflight in replica.running.values():
-                if inflight.request.caller.caller_id == caller_id:
-                    yield inflight.request.request_id
-        for queued in self.fleet.queued(_MAX_QUEUED):
-            if queued.inflight.request.caller.caller_id == caller_id:
-                yield queued.inflight.request.request_id
+    def _own(self, caller_id: str) -> Mapping[str, set[str]]:
+        """Returns the ids and trace ids of a caller's sequences at replicas and in this gateway's
+        queue.
+        """
+        running = [one.running.values() for one in self.fleet.membership.replicas]
+        queued = [one.inflight for one in self.fleet.queued(_MAX_QUEUED)]
+        own: dict[str, set[str]] = {}
+        for inflight in chain(queued, *running):
+            request = inflight.request
+            if request.caller.caller_id == caller_id:
+                trace_id = request.trace.traceparent[_TRACE_ID]
+                own.setdefault(request.request_id, set()).add(trace_id)
+        return own
 
 
 def _cursors(after: Sequence[str]) -> Iterator[tuple[str, int]]:
@@ -144,9 +156,7 @@ def _in_short(sample: ReplicaSample) -> Document:
     }
 
 
-def _replica(
-    sample: ReplicaSample, after: int, own: Collection[str] | None, tenant: bytes | None
-) -> Document:
+def _replica(sample: ReplicaSample, after: int, own: Own, tenant: bytes | None) -> Document:
     steps = list(sample.steps)
     if steps and after <= steps[-1]["step"]:  # Otherwise `after` is of an earlier process.
         steps = [step for step in steps if step["step"] > after]
@@ -161,11 +171,15 @@ def _replica(
     }
 
 
-def _masked(request: Document, own: Collection[str] | None) -> Document:
-    if own is None or request["request_id"] in own:
+def _masked(request: Document, own: Own) -> Document:
+    """Hides the ids of another tenant's sequence, which may have a request id of this tenant, since
+    clients choose request ids.
+    """
+    request_id = request["request_id"]
+    if own is None or (request_id in own and request["trace_id"] in {"", *own[request_id]}):
         return request
     return request | {"request_id": "", "trace_id": ""}
 
 
-def _shown(request_id: str, own: Collection[str] | None) -> str:
+def _shown(request_id: str, own: Own) -> str:
     return request_id if own is None or request_id in own else ""

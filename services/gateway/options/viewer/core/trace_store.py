@@ -1,8 +1,11 @@
 """Stores the newest traces in memory, within limits."""
 
 import enum
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+MaySee = Callable[[str], bool]
+"""Whether the requests of the caller with this id may be seen."""
 
 
 class SpanRole(enum.Enum):
@@ -34,20 +37,30 @@ class StoredTrace:
     trace_id: str
     spans: list[StoredSpan] = field(default_factory=list)
     num_bytes: int = 0
-    root: StoredSpan | None = None
-    """The span of the client's request. In a stored trace, it is None until the request's end."""
+    roots: list[StoredSpan] = field(default_factory=list)
+    """The spans of clients' requests. In a stored trace, these are the ended requests. Clients may
+    choose trace ids, so a trace may have several requests, also of several callers.
+    """
     encoded: set[bytes] = field(default_factory=set)
     """The encoded spans, by which repeated spans are detected."""
     is_running: bool = False
     """Whether the trace was made from a running request, so that it is not in the store."""
 
     @property
+    def root(self) -> StoredSpan | None:
+        """The span of the last request."""
+        return self.roots[-1] if self.roots else None
+
+    @property
     def request_id(self) -> str:
         return "" if self.root is None else self.root.request_id
 
-    @property
-    def caller_id(self) -> str:
-        return "" if self.root is None else self.root.caller_id
+    def of(self, may_see: MaySee) -> "StoredTrace | None":
+        """Returns the trace with only the requests of callers that `may_see` accepts, but with all
+        spans. Returns None if there are no such requests.
+        """
+        roots = [root for root in self.roots if may_see(root.caller_id)]
+        return replace(self, roots=roots) if roots else None
 
 
 class TraceStore:
@@ -93,12 +106,12 @@ class TraceStore:
         trace.num_bytes += size
         self.num_bytes += size
         if span.role is SpanRole.REQUEST:
-            trace.root = span
+            trace.roots.append(span)
             self._others.pop(trace_id, None)
             self._steps.pop(trace_id, None)
             if span.is_wanted:
                 _keep_newest(self._wanted, trace_id, self._max_traces // 4)
-        if trace.root is not None:
+        if trace.roots:
             self._ended[trace_id] = trace
         else:
             self._others[trace_id] = trace
@@ -111,14 +124,19 @@ class TraceStore:
         """Marks a trace as recently listed, so that it is kept for a client that reads it next."""
         _keep_newest(self._shown, trace_id, self._max_traces // 8)
 
-    def find(self, name: str) -> StoredTrace | None:
+    def find(self, name: str, may_see: MaySee = lambda _: True) -> StoredTrace | None:
         """Returns the trace with the id `name`, or the newest trace of a request that `name`
-        identifies (see `is_called`).
+        identifies (see `is_called`) and whose caller `may_see` accepts.
         """
         trace_id = name.lower()
         if (found := self._ended.get(trace_id) or self._others.get(trace_id)) is not None:
             return found
-        return next((one for one in self.requests() if is_called(one.request_id, name)), None)
+        for trace in self.requests():
+            if any(
+                is_called(one.request_id, name) for one in trace.roots if may_see(one.caller_id)
+            ):
+                return trace
+        return None
 
     def requests(self) -> Iterator[StoredTrace]:
         """Iterates over the traces of ended requests, the newest first."""

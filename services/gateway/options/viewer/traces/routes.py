@@ -16,17 +16,21 @@ from services.common.errors import NotFound
 from services.gateway.adapters.http.exchange.query import Query, read_query
 from services.gateway.adapters.http.exchange.route import Route
 from services.gateway.options.viewer import answers
-from services.gateway.options.viewer.core.trace_store import StoredTrace, TraceStore
+from services.gateway.options.viewer.core.trace_store import MaySee, StoredTrace, TraceStore
 from services.gateway.options.viewer.traces.running import Order, RunningTraces
 from services.gateway.options.viewer.traces.trace_document import (
     Document,
+    OwnIds,
     document,
+    own_part,
     summary,
     turn_of,
 )
 
 TRACES = "/traces"
 _MAX_LISTED = 200
+_NOBODY = ""
+"""The caller id of spans whose request has not ended. Who sees all requests sees them."""
 
 
 class TracesQuery(Query):
@@ -46,9 +50,15 @@ _CHOICES: dict[str, Callable[[list[Document]], list[Document]]] = {
 }
 
 
-def _turns(traces: Iterable[StoredTrace], program: str) -> list[Document]:
-    turns = ((trace, turn_of(trace, program)) for trace in traces)
-    return [summary(trace) | {"turn": turn} for trace, turn in turns if turn is not None]
+def _turns(traces: Iterable[StoredTrace], program: str, own_ids: OwnIds) -> list[Document]:
+    turns = list[Document]()
+    for trace in traces:
+        turn = turn_of(trace, program)
+        if turn is not None and own_ids is not None:
+            turn = turn_of(own_part(trace), program)
+        if turn is not None:
+            turns.append(summary(trace, own_ids) | {"turn": turn})
+    return turns
 
 
 @dataclass(eq=False)
@@ -73,16 +83,16 @@ class TraceRoutes:
         """Lists running requests, and ended requests whose traces are stored."""
         query = read_query(request, TracesQuery)
         may_see = partial(self._may_see, request)
-        kept = [] if self.store is None else list(self.store.requests())
-        mine = [trace for trace in kept if may_see(trace.caller_id)]
+        mine = self._kept(may_see)
+        own_ids = self._own_ids(may_see)
         if query.program is not None:
-            turns = await asyncio.to_thread(_turns, mine, query.program)
+            turns = await asyncio.to_thread(_turns, mine, query.program, own_ids)
             shown = _CHOICES[query.order](turns)[: query.limit]
             return self._answer(len(mine), shown)
         order = Order.OLDEST if query.order == "slowest" else Order.NEWEST
         running = self.running.requests(may_see, query.limit, order)
         listed = await asyncio.to_thread(
-            lambda: _CHOICES[query.order](list(map(summary, [*running, *mine])))
+            lambda: _CHOICES[query.order]([summary(one, own_ids) for one in (*running, *mine)])
         )
         shown = listed[: query.limit]
         return self._answer(len(mine), shown)
@@ -103,14 +113,28 @@ class TraceRoutes:
         name: str = request.path_params["name"]
         may_see = partial(self._may_see, request)
         found = await self.running.find(name, may_see)
-        kept = None if self.store is None else self.store.find(name)
+        kept = None if self.store is None else self.store.find(name, may_see)
+        if kept is not None and not may_see(_NOBODY):
+            kept = kept.of(may_see) or StoredTrace(kept.trace_id, kept.spans)
         if found is None:
             found = kept
         elif kept is not None and kept.trace_id == found.trace_id:
             found.spans += kept.spans  # Spans that other services have already exported.
-        if found is None or not may_see(found.caller_id):
+            found.roots = kept.roots + found.roots
+        if found is None or not (found.roots or may_see(_NOBODY)):
             raise NotFound(self._why_not(name), field="name", reason="TRACE_NOT_FOUND")
-        return JSONResponse(await asyncio.to_thread(document, found))
+        return JSONResponse(await asyncio.to_thread(document, found, self._own_ids(may_see)))
+
+    def _kept(self, may_see: MaySee) -> list[StoredTrace]:
+        kept = () if self.store is None else self.store.requests()
+        return [mine for trace in kept if (mine := trace.of(may_see)) is not None]
+
+    def _own_ids(self, may_see: MaySee) -> OwnIds:
+        """Returns the ids of the requests that `may_see` accepts, or None if it accepts all."""
+        if may_see(_NOBODY):
+            return None
+        ended = {root.request_id for trace in self._kept(may_see) for root in trace.roots}
+        return ended | self.running.request_ids(may_see)
 
     def _may_see(self, request: Request, owner: str) -> bool:
         caller_id: str = request.state.caller.caller_id

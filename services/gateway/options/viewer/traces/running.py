@@ -6,7 +6,7 @@ import asyncio
 import enum
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -24,7 +24,12 @@ from services.gateway.adapters.telemetry.request_spans import RequestSpans
 from services.gateway.adapters.telemetry.request_times import traces_of
 from services.gateway.core.traces.time_parts import EngineParts
 from services.gateway.core.traces.timeline import Part
-from services.gateway.options.viewer.core.trace_store import SpanRole, StoredTrace, is_called
+from services.gateway.options.viewer.core.trace_store import (
+    MaySee,
+    SpanRole,
+    StoredTrace,
+    is_called,
+)
 from services.gateway.options.viewer.traces.keeping import stored_spans
 from services.gateway.options.viewer.traces.trace_document import attributes_of
 
@@ -52,14 +57,12 @@ class RunningTraces:
         self._model_name = model_name
         self._spans = SpanCollector("gateway")
 
-    def requests(
-        self, may_see: Callable[[str], bool], limit: int, order: Order
-    ) -> list[StoredTrace]:
+    def requests(self, may_see: MaySee, limit: int, order: Order) -> list[StoredTrace]:
         """Returns at most `limit` traces, one for each request, with only the root span. Requests
         are omitted if `may_see` is false for the id of their caller. When a listed request ends,
         its trace is stored, so that it can be read later.
         """
-        records = [one for one in self._generating() if may_see(one.caller.caller_id)]
+        records = self._generating(may_see)
         if order is Order.NEWEST:
             records.reverse()
         listed = records[:limit]
@@ -68,21 +71,27 @@ class RunningTraces:
         now = time.perf_counter_ns()
         return [self._made(record, is_whole=False, now=now) for record in listed]
 
-    async def find(self, name: str, may_see: Callable[[str], bool]) -> StoredTrace | None:
+    async def find(self, name: str, may_see: MaySee) -> StoredTrace | None:
         """Returns the trace with the id `name`, or the newest trace of a request that `name`
-        identifies (see `is_called`). Returns None if there is no such request, or if `may_see` is
-        false for the id of its caller. When the request ends, its trace is stored.
+        identifies (see `is_called`). Requests are skipped if `may_see` is false for the id of their
+        caller. Returns None if there is no such request. When the request ends, its trace is
+        stored.
         """
-        for record in reversed(self._generating()):
+        for record in reversed(self._generating(may_see)):
             if record.trace_id == name.lower() or is_called(record.answer_id, name):
-                if not may_see(record.caller.caller_id):
-                    return None
                 record.is_watched = True
                 return await self._whole(record)
         return None
 
-    def _generating(self) -> list[RequestRecord]:
-        return [record for record in self._records.values() if record.operation]
+    def request_ids(self, may_see: MaySee) -> set[str]:
+        return {record.answer_id for record in self._generating(may_see)}
+
+    def _generating(self, may_see: MaySee) -> list[RequestRecord]:
+        return [
+            record
+            for record in self._records.values()
+            if record.operation and may_see(record.caller.caller_id)
+        ]
 
     def _made(
         self,
@@ -153,4 +162,4 @@ def _add(trace: StoredTrace, message: ExportTraceServiceRequest, *, is_own: bool
     for _, span in stored_spans(message.resource_spans, is_own=is_own):
         trace.spans.append(span)
         if span.role is SpanRole.REQUEST:
-            trace.root = span
+            trace.roots.append(span)

@@ -1,6 +1,10 @@
-"""Formats stored traces as JSON."""
+"""Formats stored traces as JSON.
 
-from collections.abc import Iterable, Iterator, Mapping
+`own_ids` are the ids of the requests that the reader may see, or None if it may see all requests.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from opentelemetry.proto.common.v1 import common_pb2
@@ -8,15 +12,19 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 
 from services.common.telemetry import names
 from services.common.telemetry.time_parts import EXPLANATIONS, parts_of_attributes, time_line
-from services.gateway.options.viewer.core.trace_store import StoredSpan, StoredTrace
+from services.gateway.options.viewer.core.trace_store import SpanRole, StoredSpan, StoredTrace
 
 _WITH_CLIENTS_TEXT = {names.GENAI_REQUEST_STOP_SEQUENCES}
 """Names of attributes that are omitted, because they contain clients' text."""
 
+_OF_OTHERS = (names.ATTR_WAITED_FOR, names.ATTR_RETAINED)
+"""Attributes that name a request or program for which the trace's request waited."""
+
 Document = dict[str, Any]
+OwnIds = Collection[str] | None
 
 
-def summary(trace: StoredTrace) -> Document:
+def summary(trace: StoredTrace, own_ids: OwnIds = None) -> Document:
     """Returns a summary of one request, which has ended or is running."""
     assert trace.root is not None
     root = trace_pb2.Span.FromString(trace.root.encoded)
@@ -29,8 +37,31 @@ def summary(trace: StoredTrace) -> Document:
         "error": _error(root),
         "is_running": trace.is_running,
         "num_spans": len(trace.spans),
-        "attributes": attributes_of(root.attributes),
+        "attributes": _attributes(root.attributes, own_ids),
     }
+
+
+def own_part(trace: StoredTrace) -> StoredTrace:
+    """Returns the trace with only the spans of the requests in its `roots`: their own spans and the
+    spans below, but not below another request.
+    """
+    parents = dict[bytes, tuple[StoredSpan, bytes]]()
+    for one in trace.spans:
+        span = trace_pb2.Span.FromString(one.encoded)
+        parents[span.span_id] = one, span.parent_span_id
+    roots = set(trace.roots)
+
+    def is_own(span_id: bytes) -> bool:
+        for _ in range(len(parents)):
+            if span_id not in parents:
+                return False
+            one, parent_id = parents[span_id]
+            if one.role is SpanRole.REQUEST:
+                return one in roots
+            span_id = parent_id
+        return False
+
+    return replace(trace, spans=[one for span_id, (one, _) in parents.items() if is_own(span_id)])
 
 
 def turn_of(trace: StoredTrace, program: str) -> Document | None:
@@ -52,10 +83,11 @@ def turn_of(trace: StoredTrace, program: str) -> Document | None:
     return None
 
 
-def document(trace: StoredTrace) -> Document:
-    """Returns a trace with all its spans, in the order of `in_tree`. Times are in seconds from the
-    start of the first span.
+def document(trace: StoredTrace, own_ids: OwnIds = None) -> Document:
+    """Returns a trace with all spans that the reader may see, in the order of `in_tree`. Times are
+    in seconds from the start of the first span.
     """
+    trace = trace if own_ids is None else own_part(trace)
     spans = [(one.service, trace_pb2.Span.FromString(one.encoded)) for one in trace.spans]
     start = min((span.start_time_unix_nano for _, span in spans), default=0)
     return {
@@ -64,8 +96,8 @@ def document(trace: StoredTrace) -> Document:
         "is_complete": trace.root is not None and not trace.is_running,
         "is_running": trace.is_running,
         "started_unix_seconds": start / 1e9,
-        "time": _time(trace.root),
-        "spans": [_span(service, span, depth, start) for service, span, depth in in_tree(spans)],
+        "time": _time(trace.root, own_ids),
+        "spans": [_span(*one, start, own_ids) for one in in_tree(spans)],
     }
 
 
@@ -89,7 +121,7 @@ def in_tree(
         stack += [(*one, depth + 1) for one in reversed(below)]
 
 
-def _span(service: str, span: trace_pb2.Span, depth: int, start: int) -> Document:
+def _span(service: str, span: trace_pb2.Span, depth: int, start: int, own_ids: OwnIds) -> Document:
     return {
         "span_id": span.span_id.hex(),
         "parent_id": span.parent_span_id.hex(),
@@ -99,7 +131,7 @@ def _span(service: str, span: trace_pb2.Span, depth: int, start: int) -> Documen
         "start": _seconds(start, span.start_time_unix_nano),
         "seconds": _seconds(span.start_time_unix_nano, span.end_time_unix_nano),
         "error": _error(span),
-        "attributes": attributes_of(span.attributes),
+        "attributes": _attributes(span.attributes, own_ids),
         "events": [
             {
                 "name": event.name,
@@ -122,14 +154,14 @@ def _error(span: trace_pb2.Span) -> str | None:
     return span.status.message or "failed"
 
 
-def _time(root: StoredSpan | None) -> Document | None:
+def _time(root: StoredSpan | None, own_ids: OwnIds) -> Document | None:
     """Describes the request's time by a line of text, and by its parts, each with an explanation.
     Returns None if the request's root span is not stored yet.
     """
     if root is None:
         return None
     span = trace_pb2.Span.FromString(root.encoded)
-    parts = parts_of_attributes(attributes_of(span.attributes))
+    parts = parts_of_attributes(_attributes(span.attributes, own_ids))
     return {
         "line": time_line(parts),
         "seconds": _seconds(span.start_time_unix_nano, span.end_time_unix_nano),
@@ -144,6 +176,23 @@ def _time(root: StoredSpan | None) -> Document | None:
             for part in parts
         ],
     }
+
+
+def _attributes(pairs: Iterable[common_pb2.KeyValue], own_ids: OwnIds) -> Mapping[str, Any]:
+    """Returns the attributes without the ids of requests that the reader may not see."""
+    attributes = attributes_of(pairs)
+    if own_ids is None:
+        return attributes
+    return {
+        key: value
+        for key, value in attributes.items()
+        if not _names_a_request(key) or value in own_ids or value.rpartition("-")[0] in own_ids
+    }
+
+
+def _names_a_request(key: str) -> bool:
+    is_of_time = key.startswith(f"{names.ATTR_TIME}.") and key.endswith(".request_id")
+    return is_of_time or key in _OF_OTHERS
 
 
 def attributes_of(pairs: Iterable[common_pb2.KeyValue]) -> Mapping[str, Any]:
