@@ -13,9 +13,10 @@ import openai
 import pytest
 from stepwell.gateway.v1 import gateway_pb2
 
-from services.common.keys.api_keys import TenantRecord
+from services.common.keys.api_keys import TenantRecord, key_id_of
 from services.common.process.settings import FileItems, SettingError
 from services.common.rpc.status import from_rpc_error
+from services.gateway.options.tenants.keys.file_keys import FileKeys
 from tests.gateway.fake_scheduler import FakeScheduler
 from tests.gateway.keyring import FileKeyring, Keyring, RedisKeyring, bearer
 from tests.gateway.serving import DEADLINE_SECONDS, Serving, serving, until
@@ -196,6 +197,19 @@ async def test_a_damaged_file_changes_nothing(
         assert (await post(served, key)).is_success
         path.write_text(whole)
         assert (await post(served, await ring.add(OTHER))).is_success
+
+
+async def test_a_file_that_is_repaired_while_it_is_read_is_read_again(tmp_path: Path) -> None:
+    ring = FileKeyring(tmp_path / "keys.json")
+    key_id = key_id_of(await ring.add(ACME)) or ""
+    keys, whole = FileKeys(ring.path, share_cache=False), ring.path.read_text()
+    ring.path.write_text(whole[:-5])
+    reading = asyncio.create_task(keys.find(key_id))
+    await asyncio.sleep(0)
+    time.sleep(0.1)  # noqa: ASYNC251 - a thread reads the damaged file
+    ring.path.write_text(whole)
+    await reading
+    assert await keys.find(key_id) is not None
 
 
 @pytest.mark.parametrize("text", [None, "{", '{"keys": {"x": {}}}'])

@@ -47,12 +47,12 @@ class FileKeys:
 
     async def _follow(self) -> None:
         async with self._reading:
-            if version_of(self._path) == self._version:
+            if (version := version_of(self._path)) == self._version:
                 return
             try:
                 await self._read()
             except (OSError, DamagedRecord) as error:
-                self._version = version_of(self._path)
+                self._version = version
                 logger.error(
                     "--api-key-file %s: %s; the previous keys stay in use",
                     self._path,
