@@ -5,11 +5,14 @@ of parts.
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 from jinja2 import TemplateError, nodes
 
+T = TypeVar("T")
+
 Messages = Sequence[Mapping[str, Any]]
+_MAX_LOOKED_FOR = 32
 _FIRST_TURN = frozenset({"system", "developer"})
 """Some templates expect messages of these roles as a string, and all others as lists of parts."""
 
@@ -48,8 +51,23 @@ def render_content(
     return prompt
 
 
-def holds(prompt: str, text: str) -> bool:
-    """Whether a prompt contains a text, either unchanged or escaped as in JSON."""
+def holds_all(prompt: str, texts: Sequence[str]) -> bool:
+    """Whether a prompt contains each of these texts (see `_some`), either unchanged or escaped as
+    in JSON.
+    """
+    return all(_holds(prompt, text) for text in _some(texts))
+
+
+def _some(items: Sequence[T]) -> Sequence[T]:
+    """Returns the first and the last items if there are many. To search a long prompt for thousands
+    of texts would take seconds, and a template treats similar texts in the same way.
+    """
+    num_at_each_end = _MAX_LOOKED_FOR // 2
+    is_many = len(items) > _MAX_LOOKED_FOR
+    return [*items[:num_at_each_end], *items[-num_at_each_end:]] if is_many else items
+
+
+def _holds(prompt: str, text: str) -> bool:
     bare = text.strip()
     if bare in prompt:
         return True
@@ -91,9 +109,9 @@ def _parts(texts: list[str]) -> list[dict[str, str]]:
 
 
 def _is_whole(prompt: str, messages: Messages) -> bool:
-    if not all(holds(prompt, text) for text in texts_of(messages[-1]["content"])):
+    if not holds_all(prompt, texts_of(messages[-1]["content"])):
         return False
-    return not any(str(_parts(texts_of(turn["content"]))) in prompt for turn in messages)
+    return not any(str(_parts(texts_of(turn["content"]))) in prompt for turn in _some(messages))
 
 
 @lru_cache(16)

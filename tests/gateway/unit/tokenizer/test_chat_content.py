@@ -1,12 +1,18 @@
 """The content of messages as passed to chat templates, compared with transformers' rendering."""
 
+import json
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
-from services.gateway.adapters.tokenizer.chat_content import iterates_over_content
+from services.gateway.adapters.tokenizer.chat_content import (
+    holds_all,
+    iterates_over_content,
+    render_content,
+)
 from services.gateway.adapters.tokenizer.chat_template_options import ChatTemplateOptions
 from services.gateway.adapters.tokenizer.hf_tokenizer import HfTokenizer
 from tests.gateway.tiny_tokenizer import write_tokenizer
@@ -108,6 +114,21 @@ async def test_a_system_turn_that_is_taken_as_a_text(loaded: Any, name: str) -> 
     template = MIXED[name] + "{% for m in messages[1:] %}<|{{ m.role }}|>" + LOOP + ENDS
     expected = theirs(loaded, template, TURNS, ["string", "openai", "openai", "openai"])
     assert await rendered(loaded, template, TURNS) == expected
+
+
+def test_long_conversations_are_searched_in_little_time() -> None:
+    texts = [f'"{number:x}' for number in range(30_000)]
+    prompt = "".join(map(json.dumps, texts))
+    turns = [{"role": "user", "content": "a"}] * 30_000
+    began = time.process_time()
+    assert holds_all(prompt, texts)
+    assert not holds_all(prompt, [*texts, "missing"])
+    rendered = render_content(
+        lambda turns: "".join(f"<|user|>{turn['content']}<|end of the turn|>" for turn in turns),
+        *(turns, FORMS["text"][0], "auto"),
+    )
+    assert rendered.count("a<") == len(turns)
+    assert time.process_time() - began < 1
 
 
 async def test_a_form_that_is_set_is_the_only_one(loaded: Any) -> None:

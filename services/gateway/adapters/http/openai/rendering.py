@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from services.common.errors import InvalidArgument
-from services.gateway.adapters.tokenizer.chat_content import holds
+from services.gateway.adapters.tokenizer.chat_content import holds_all
 from services.gateway.core.ports import Tokenizer
 
 Turns = Sequence[Mapping[str, Any]]
@@ -35,7 +35,7 @@ async def render_turns(tokenizer: Tokenizer, turns: Turns, **options: Any) -> st
                 raise
             errors.append(error)
             continue
-        if all(holds(prompt, text) for text in texts):
+        if holds_all(prompt, texts):
             return prompt
         prompts.append(prompt)
     if not prompts:
