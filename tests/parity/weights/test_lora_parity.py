@@ -1,13 +1,16 @@
 """Requests for different adapters in one batch get the tokens that peft computes in float32."""
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
+from services.common.request.adapter import CONFIG_FILE, WEIGHTS_FILE
 from services.common.request.sampling import SamplingParams
 from services.worker.backends.choices import KernelsSetting
 from services.worker.backends.native import lora
@@ -82,6 +85,26 @@ def test_mixed_batches_are_what_peft_computes(adapted: Adapted, kernels: Kernels
     adapted.check(requests)
     outputs = {tuple(request.output) for request in requests[:4]}
     assert len(outputs) == 4, "the adapters change nothing"
+
+
+def test_a_dense_layer_between_layers_with_experts_is_adapted(tmp_path: Path) -> None:
+    """peft would adapt the experts too. So the adapter is written here, and added to a weight."""
+    save_tiny_model(tmp_path, "qwen3_moe")
+    base, merged = adapted_model(tmp_path, None), adapted_model(tmp_path, None)
+    weight = merged.get_parameter("model.layers.1.mlp.down_proj.weight").data
+    adapter, random = tmp_path / "adapter", torch.Generator().manual_seed(0)
+    a = 0.3 * torch.randn(4, weight.shape[1], generator=random)
+    b = 0.3 * torch.randn(weight.shape[0], 4, generator=random)
+    weight += 2 * b @ a
+    adapter.mkdir()
+    name = "base_model.model.model.layers.1.mlp.down_proj.lora"
+    save_file({f"{name}_A.weight": a, f"{name}_B.weight": b}, adapter / WEIGHTS_FILE)
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["down_proj"]}
+    (adapter / CONFIG_FILE).write_text(json.dumps(config))
+    adapted = Adapted(tmp_path, [adapter], {adapter: merged, None: base})
+    requests = adapted.requests()
+    driver(adapted).run(requests, chunk=7)
+    adapted.check(requests)
 
 
 def test_adapters_in_large_pages_add_the_same(

@@ -64,7 +64,8 @@ class LoraReader:
         modules = self._modules(checkpoint, config, file, max_rank)
         with checkpoint.open() as reader:
             layers = [
-                self._layer(reader, config, modules.get(index, {})) for index in self.stage.indexes
+                self._layer(reader, config, index, modules.get(index, {}))
+                for index in self.stage.indexes
             ]
         return self.kernels.pack_lora(layers, self.shapes, self.dtype)
 
@@ -152,10 +153,10 @@ class LoraReader:
         return modules
 
     def _layer(
-        self, reader: TensorReader, config: PeftConfig, modules: dict[str, str]
+        self, reader: TensorReader, config: PeftConfig, index: int, modules: dict[str, str]
     ) -> LoraLayer:
         parts: dict[str, list[LoraFactors]] = {}
-        for within, target in self._targets(self.stage.start).items():
+        for within, target in self._targets(index).items():
             if (module := modules.get(within)) is None:
                 continue
             name = f"{_PREFIX}{module}.lora_"
