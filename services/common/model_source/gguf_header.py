@@ -45,7 +45,7 @@ def read_gguf_header(file: Path, *, with_arrays: bool = False) -> GgufHeader:
             return _read(file, stream, with_arrays)
     except OSError as error:
         raise GgufError(file, f"the file cannot be read: {error.strerror}") from error
-    except (struct.error, UnicodeDecodeError, MemoryError, OverflowError) as error:
+    except (struct.error, UnicodeError, MemoryError, OverflowError, RecursionError) as error:
         raise GgufError(file, "the header is not that of a GGUF file") from error
 
 
@@ -59,6 +59,8 @@ def _read(file: Path, stream: BinaryIO, with_arrays: bool) -> GgufHeader:
         metadata[key] = _value(stream, _number(stream, "I"), with_arrays)
     entries = [_entry(file, stream) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", _ALIGNMENT)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise GgufError(file, f"general.alignment is {alignment!r}, not a number above 0")
     base = -(-stream.tell() // alignment) * alignment
     tensors = [
         GgufTensor(name, shape, kind, base + offset) for name, shape, kind, offset in entries

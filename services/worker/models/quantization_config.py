@@ -207,6 +207,12 @@ def _texts(reader: JsonReader, key: str) -> tuple[str, ...]:
     values: Any = reader.raw(key) or []
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
         raise reader.error(key, f"must be a list of names, not {values!r}")
+    for pattern in (value.removeprefix("re:") for value in values if value.startswith("re:")):
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            problem = f"has {pattern!r}, which is not a regular expression: {error}"
+            raise reader.error(key, problem) from error
     return tuple(values)
 
 

@@ -60,7 +60,7 @@ def read_header(file: Path) -> list[TensorInfo]:
         raise ModelFileError(file, "the file is missing") from None
     except OSError as error:
         raise ModelFileError(file, f"the file cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelFileError(file, f"the header is not valid JSON: {error}") from error
     tensors = _parse_header(file, header, _LENGTH_BYTES + length)
     needed = max((tensor.end for tensor in tensors), default=0)
@@ -92,7 +92,7 @@ def _parse_header(file: Path, header: object, base: int) -> list[TensorInfo]:
             tensors.append(
                 TensorInfo(name, file, str(entry["dtype"]), shape, base + begin, base + end)
             )
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise ModelFileError(
             file, "the header is not a valid header of a safetensors file"
         ) from error

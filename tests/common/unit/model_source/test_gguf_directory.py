@@ -5,6 +5,7 @@ and the chat template.
 import heapq
 import json
 import random
+import struct
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,11 @@ def test_a_directory_with_nothing_but_a_file_is_that_file(tmp_path: Path) -> Non
     assert json.loads((directory / "generation_config.json").read_text())["eos_token_id"] == [2, 0]
 
 
+def _with_value(key: bytes, value: bytes) -> bytes:
+    """A file without tensors and with one value, which begins with the number of its type."""
+    return struct.pack("<4sIQQQ", b"GGUF", 3, 0, 1, len(key)) + key + value
+
+
 @pytest.mark.parametrize(
     ("name", "change", "problem"),
     [
@@ -168,6 +174,16 @@ def test_a_directory_with_nothing_but_a_file_is_that_file(tmp_path: Path) -> Non
             "x.gguf",
             lambda content: content.replace(b"gpt2", b"t5  "),
             "tokenizer.ggml.model 't5  '",
+        ),
+        (
+            "x.gguf",
+            lambda _: _with_value(b"a", struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 5000),
+            "the header is not that of a GGUF file",
+        ),
+        (
+            "x.gguf",
+            lambda _: _with_value(b"general.alignment", struct.pack("<II", 4, 0)),
+            "general.alignment is 0, not a number above 0",
         ),
         (
             "x-00002-of-00003.gguf",

@@ -155,6 +155,24 @@ def test_a_file_of_another_format_is_refused(directory: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("header", "problem"),
+    [
+        (b"[" * 100_000, "the header is not valid JSON"),
+        (
+            b'{"a": {"dtype": "F32", "shape": [1e999], "data_offsets": [0, 4]}}',
+            "the header is not a valid header of a safetensors file",
+        ),
+    ],
+)
+def test_a_header_with_endless_values_is_refused(
+    directory: Path, header: bytes, problem: str
+) -> None:
+    content = len(header).to_bytes(8, "little") + header + bytes(4)
+    (directory / "model.safetensors").write_bytes(content)
+    assert refusal(directory, ModelFileError).startswith(f"model.safetensors: {problem}")
+
+
 def change_tensors(directory: Path, change) -> None:
     path = directory / "model.safetensors"
     tensors = load_file(path)

@@ -80,6 +80,7 @@ def weights(**changes: object) -> dict[str, object]:
             "sparsity_config: format is 'sparse-24-bitmask', but only dense is supported",
         ),
         ({**PACKED, "ignore": "lm_head"}, "quantization_config.ignore must be a list of names"),
+        ({**PACKED, "ignore": ["re:("]}, "quantization_config.ignore has '(', which is not a"),
         ({**PACKED, "config_groups": {}}, "config_groups: has 0 groups, but only one is supported"),
         (weights(num_bits=2), "num_bits is 2, but only 4 and 8 are supported"),
         (weights(strategy="block"), "strategy 'block' is not supported with pack-quantized"),
