@@ -204,9 +204,23 @@ class Supervisor:
             num_restarts += 1
 
     async def _start(self, spec: ChildSpec) -> Child:
-        child = await Child.start(spec, lambda text: self._observer.line(spec.name, text))
-        self._children[spec.name] = child
-        return child
+        """Starts a child. If the system cannot start a process, raises StartFailed for a child that
+        was never ready, and otherwise tries again until it can.
+        """
+        while True:
+            try:
+                child = await Child.start(spec, lambda text: self._observer.line(spec.name, text))
+            except OSError as error:
+                if not self._was_ready[spec.name].is_set():
+                    raise StartFailed(spec.name, error.strerror or str(error), ()) from error
+                self._observer.line(
+                    spec.name,
+                    f"the process cannot be started, and is tried again: {error.strerror}",
+                )
+                await asyncio.sleep(self._restarts.longest_delay_seconds)
+            else:
+                self._children[spec.name] = child
+                return child
 
     async def _run_to_end(self, child: Child, num_restarts: int, num_hangs: int) -> End:
         """Waits for the end of a run. Raises StartFailed if no run of the child was ever ready."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import signal
 import sys
 import time
@@ -144,6 +145,23 @@ time.sleep(60)
 
     assert [death[1] for death in journal.deaths] == ["killed by SIGKILL"] + ["exit status 1"] * 3
     assert [death[3] for death in journal.deaths] == [0.05, 0.1, 0.2, 0.2]
+    supervisor.stop.set()
+    await running
+
+
+async def test_a_restart_is_tried_again_while_no_process_can_be_started(tmp_path: Path) -> None:
+    journal = Journal()
+    supervisor = Supervisor([Stage((server("pool", tmp_path),), 2)], journal, QUICK)
+    running = await started(supervisor)
+    usual, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, most))
+    try:
+        os.kill(supervisor.pid("pool"), signal.SIGKILL)
+        await until(lambda: any("Too many open files" in text for _, text in journal.lines))
+        assert not running.done()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (usual, most))
+    await until(lambda: ("pool", 1) in journal.readies)
     supervisor.stop.set()
     await running
 
