@@ -19,7 +19,11 @@ from services.worker.backends.native.large_pages import LargePages
 from services.worker.backends.native.library import Functions, functions_by_dtype
 from services.worker.backends.native.linear import NativeLinear
 from services.worker.backends.native.lora import NativeLora, NativeLoraStep
-from services.worker.backends.native.paged_attention import NativePagedAttention, workspace_bytes
+from services.worker.backends.native.paged_attention import (
+    NativePagedAttention,
+    has_whole_cells,
+    workspace_bytes,
+)
 from services.worker.backends.native.row_sampler import NativeRowSampler
 from services.worker.backends.native.shared_ranks import NativeRanks
 from services.worker.backends.quantized import Weight
@@ -91,9 +95,13 @@ class NativeKernels(TorchKernels):
         return self._row_sampler
 
     def paged_attention(self, shape: AttentionShape) -> PagedAttention:
+        if not has_whole_cells(shape):
+            return super().paged_attention(shape)
         return NativePagedAttention(self._functions[shape.dtype], self._memory, shape)
 
     def attention_bytes(self, shape: AttentionShape, max_model_len: int) -> int:
+        if not has_whole_cells(shape):
+            return super().attention_bytes(shape, max_model_len)
         return workspace_bytes(shape, max_model_len)
 
 

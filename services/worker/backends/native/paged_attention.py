@@ -26,6 +26,14 @@ _MOST_ROWS = 128
 """Upper bound of TASK_ROWS in cpp/attention_plan.h. _PART_KEYS is PART_KEYS in that file."""
 
 
+def has_whole_cells(shape: AttentionShape) -> bool:
+    """Whether heads divide into the elements that panels of keys store side by side. In bfloat16,
+    keys of odd size do not.
+    """
+    size = library.PAIRS[shape.dtype]
+    return shape.has_codes or not any(layer.head_dim % size for layer in shape.layers)
+
+
 def workspace_bytes(shape: AttentionShape, max_model_len: int) -> int:
     """Upper estimate of the bytes that attention needs in addition to the KV cache: the threads'
     scratch memory, and partial sums of sequences that are divided among threads. There are fewer

@@ -119,6 +119,16 @@ def test_prompts_decodes_and_chunks_equal_torchs_attention(native, case: Case) -
         assert_equal_step(native, case, sequences.grow(counts), attentions)
 
 
+def test_heads_of_odd_size_equal_torchs_attention(native) -> None:
+    torch.manual_seed(9)
+    case = Case(4, 2, 15, 16, half=0)
+    sequences = Sequences([40, 70], case.block_size)
+    shape = AttentionShape((case.layer,), case.block_size, sequences.num_blocks, native.dtype)
+    attentions = [native.kernels.paged_attention(shape), TorchPagedAttention(shape)]
+    for counts in ([30, 65], [1, 1], [1, 3]):
+        assert_equal_step(native, case, sequences.grow(counts), attentions)
+
+
 @pytest.mark.parametrize("case", CASES[:6], ids=str)
 def test_a_lone_long_context_is_cut_and_joined(native, case: Case) -> None:
     torch.manual_seed(7)
