@@ -1,6 +1,7 @@
 """A client of the HTTP API: requests, JSON responses and server-sent events."""
 
 import json
+import re
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any, Self
 
@@ -10,6 +11,7 @@ from services.cli.errors import CommandError
 from services.cli.processes.tls_files import TlsFiles, why_no_tls
 
 _UNIX = "unix:"
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _ANY_HOST = "http://localhost"
 """The base URL for requests over a Unix socket, which has no host name."""
 
@@ -63,7 +65,10 @@ class Client:
         self._http.close()
 
     def get(self, path: str) -> Any:
-        return self._answer("GET", path)
+        """Returns a JSON response to show to people. Clients and models choose some of its texts,
+        so control characters, which could change the terminal, are replaced.
+        """
+        return _without_controls(self._answer("GET", path))
 
     def post(self, path: str, query: Mapping[str, Any]) -> Any:
         """Posts a call without a body. Returns the JSON response. The wait has no time limit."""
@@ -166,3 +171,11 @@ def _parse(text: str) -> Any:
         return json.loads(text)
     except ValueError as error:
         raise CommandError(f"the server's answer is not JSON: {text[:80]!r}") from error
+
+
+def _without_controls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {_without_controls(name): _without_controls(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_without_controls(each) for each in value]
+    return _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", value) if isinstance(value, str) else value

@@ -14,8 +14,8 @@ class SmallServer(ThreadingHTTPServer):
 
     After the message "wait" the server sends half an answer, and sets `hung_up` once the client
     disconnects. The prompt "refuse" is refused, "break" breaks the connection, and "fail" sends an
-    error in the stream. `bodies` has all posted bodies, and `keys` the Authorization headers of all
-    calls.
+    error in the stream. `model` is the model's name, `bodies` has all posted bodies, and `keys` the
+    Authorization headers of all calls.
     """
 
     def __init__(self, port: int = 0, tls: ssl.SSLContext | None = None) -> None:
@@ -23,6 +23,7 @@ class SmallServer(ThreadingHTTPServer):
         self._scheme = "http" if tls is None else "https"
         if tls is not None:
             self.socket = tls.wrap_socket(self.socket, server_side=True)
+        self.model = "small"
         self.bodies: list[dict[str, Any]] = []
         self.hung_up = threading.Event()
         self.keys: list[str | None] = []
@@ -57,10 +58,10 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.server.keys.append(self.headers["Authorization"])
         if self.path == "/status":
-            status = {"model": "small", "requests_in_flight": 0, "draining": False, "replicas": []}
-            self._answer(200, status)
+            status = {"requests_in_flight": 0, "draining": False, "replicas": []}
+            self._answer(200, {"model": self.server.model, **status})
         else:
-            self._answer(200, {"data": [{"id": "small"}]})
+            self._answer(200, {"data": [{"id": self.server.model}]})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

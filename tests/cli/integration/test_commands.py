@@ -166,6 +166,14 @@ def test_no_color_switches_colours_off(
     assert (re.search(r"\x1b\[[\d;]*\b3\dm", terminal.getvalue()) is not None) is has_colours
 
 
+def test_control_characters_in_an_answer_do_not_reach_the_terminal(
+    server: SmallServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.model = "sm\x1b[2Jall\x9b5m \u2713\n"
+    assert status.main(["--url", server.url]) == 0
+    assert capsys.readouterr().out == "sm\ufffd[2Jall\ufffd5m \u2713\ufffd: 0 requests here\n"
+
+
 def test_input_that_is_no_text_is_refused(server: SmallServer) -> None:
     done = stepwell("complete", "--url", server.url, stdin=b"\xff\xfe")
     assert_refused(done, "stepwell complete: the input is not UTF-8 text")
