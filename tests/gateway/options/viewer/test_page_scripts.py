@@ -196,8 +196,21 @@ SHOWN_OVERVIEW = {
 """Maps selectors to the texts, as regular expressions, of the elements that show OVERVIEW."""
 
 
+CHAT = [
+    ('{"error": {"message": "it is full"}}', "it is full"),
+    ('{"choices": [{"delta": {"content": "all is well"}}]}', "all is well"),
+]
+"""For each turn of a chat, the JSON of an event and the text that the page shows."""
+
+
 async def fulfil(answer: dict[str, Any], route: Any) -> None:
     await route.fulfill(json=answer)
+
+
+async def stream(event: str, route: Any) -> None:
+    """Answers with an event, before which the server keeps the connection open by a comment."""
+    body = f": keep-alive\n\ndata: {event}\n\ndata: [DONE]\n\n"
+    await route.fulfill(content_type="text/event-stream", body=body)
 
 
 async def test_the_scripts_of_the_page_draw_what_they_are_given(served: Serving) -> None:
@@ -226,6 +239,7 @@ async def test_the_scripts_of_the_page_draw_what_they_are_given(served: Serving)
         await page.wait_for_selector("#waterfall-part >> text=began with step 7")
         await page.click("#waterfall-part .link >> text=holder")
         await page.wait_for_selector("#waterfall-title >> text=holder")
+        await page.click("#waterfall-close")
         await page.route("**/activity/overview", partial(fulfil, OVERVIEW))
         await page.evaluate("import('/ui/overview.js').then((made) => made.showOverview())")
         for selector, text in SHOWN_OVERVIEW.items():
@@ -238,3 +252,11 @@ async def test_the_scripts_of_the_page_draw_what_they_are_given(served: Serving)
         assert {*made["attributes"]} <= {"title", "href", "target", "rel", "start"}
         assert {*made["links"]} == {"https:"}
         assert "<script>alert(1)</script>" in made["text"]
+        for number, (event, shown) in enumerate(CHAT):
+            await page.route("**/v1/chat/completions", partial(stream, event))
+            await page.fill("#chat-text", f"question {number}")
+            async with page.expect_request("**/v1/chat/completions") as asked:
+                await page.click("#chat-send")
+            await page.wait_for_selector(f"#messages .assistant >> text={shown}")
+        sent = (await asked.value).post_data_json["messages"]
+        assert sent == [{"role": "user", "content": "question 1"}]

@@ -24,6 +24,7 @@ export class Chat {
     });
     byId("chat-stop").addEventListener("click", () => this.stopping?.abort());
     byId("chat-new").addEventListener("click", () => {
+      this.stopping?.abort();
       this.messages = [];
       byId("messages").replaceChildren();
     });
@@ -38,26 +39,30 @@ export class Chat {
     byId("chat-model").replaceChildren(...options);
   }
 
+  /** Sends the message that the user wrote. What arrives of the answer becomes part of the
+   * conversation. Without any output, the message does not. */
   async #send() {
-    const content = byId("chat-text").value.trim();
-    if (!content || this.stopping) return;
+    const asked = byId("chat-text").value.trim();
+    if (!asked || this.stopping) return;
     byId("chat-text").value = "";
-    this.messages.push({ role: "user", content });
-    say("user", content);
+    const messages = this.messages;
+    messages.push({ role: "user", content: asked });
+    say("user", asked);
     const answer = say("assistant", "…");
     const traceId = random(16);
     this.#busy(new AbortController());
     const began = performance.now();
+    let content = "";
     try {
-      let content = "";
       const usage = await this.#stream(traceId, (text) => write(answer, (content = text)));
-      this.messages.push({ role: "assistant", content });
+      messages.push({ role: "assistant", content });
       this.#after(usage, (performance.now() - began) / 1000, traceId);
     } catch (error) {
       answer.classList.add("failed");
       const why = error.name === "AbortError" ? "stopped" : error.message;
-      answer.textContent = answer.textContent === "…" ? why : `${answer.textContent} [${why}]`;
-      this.messages.push({ role: "assistant", content: answer.textContent });
+      answer.textContent = content ? `${answer.textContent} [${why}]` : why;
+      if (content) messages.push({ role: "assistant", content });
+      else messages.pop();
     } finally {
       this.#busy(null);
     }
@@ -126,7 +131,8 @@ function toEnd() {
   byId("messages").scrollTop = byId("messages").scrollHeight;
 }
 
-/** Yields the JSON value of each server-sent event before [DONE]. */
+/** Yields the JSON value of each server-sent event before [DONE]. Skips comments, which only keep the
+ * connection open. */
 async function* events(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -135,7 +141,7 @@ async function* events(body) {
     if (done) throw new Error("the connection ended before the answer was complete");
     const parts = (rest + value).split("\n\n");
     rest = parts.pop();
-    for (const part of parts) {
+    for (const part of parts.filter((one) => !one.startsWith(":"))) {
       const data = part.replace(/^data: ?/, "");
       if (data === "[DONE]") return;
       yield JSON.parse(data);
