@@ -54,6 +54,7 @@ DRAWN = """async () => {
   timeline.add([step(1, 100, 1), step(2, 102, 2)], 8, String);
   timeline.draw();
   const steps = row(timeline.canvas, Math.floor(timeline.canvas.height / 2));
+  timeline.add([step(1, 110, 1)], 8, String);
   const history = new History();
   const began = [...Array(11).keys()].map((bin) => 10 * bin);
   const values = Object.fromEntries(
@@ -96,12 +97,14 @@ DRAWN = """async () => {
     curves: curves(CURVES),
     colours: new Set([...Array(24).keys()].map(colour)).size,
     ids: ["chatcmpl-a-1", "cmpl-a-1", "msg-a-1", "resp-a-1", "a-1"].map(idOf),
+    restarted: timeline.steps.map((one) => one.began_unix_seconds),
     steps: [0.1, 0.9].map((part) => share(steps, steps[Math.floor(part * steps.length)])),
     marks: [marks(["lost", 55]), marks(["refused", 55])],
   };
 }"""
-"""A script that draws two steps of 1 s and 2 s with a pause of 1 s between them, curves over 110 s
-with an event in the middle, the constant curves of `CURVES`, and two replicas.
+"""A script that draws two steps of 1 s and 2 s with a pause of 1 s between them, and adds a step of
+a new scheduler process. Draws curves over 110 s with an event in the middle, the constant curves of
+`CURVES`, and two replicas.
 """
 CURVES = {
     "first_token_seconds": [0.5, 2],
@@ -220,6 +223,7 @@ async def test_the_scripts_of_the_page_draw_what_they_are_given(served: Serving)
         assert drawn["colours"] == 24
         assert set(drawn["ids"]) == {"a-1"}
         assert drawn["steps"] == pytest.approx([1 / 4, 2 / 4], abs=0.02)
+        assert drawn["restarted"] == [110]
         assert [text for text, _ in drawn["curves"]] == [text for text, _ in SHOWN_CURVES]
         for (text, heights), (_, expected) in zip(drawn["curves"], SHOWN_CURVES, strict=True):
             assert heights == pytest.approx(expected, abs=0.05), text

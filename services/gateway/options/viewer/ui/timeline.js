@@ -26,12 +26,12 @@ export class Timeline {
     this.steps = [];
   }
 
-  /** Adds new steps. If the step numbers are lower than before, a new scheduler process runs. */
+  /** Adds new steps. If the last has a lower number than before, a new scheduler process runs. */
   add(steps, budget, nameOf) {
     this.budget = budget;
     this.nameOf = nameOf;
     if (!steps.length) return;
-    if (this.steps.length && steps.at(-1).step < this.steps[0].step) this.steps = [];
+    if (this.steps.length && steps.at(-1).step < this.steps.at(-1).step) this.steps = [];
     const last = this.steps.at(-1)?.step ?? -1;
     this.steps.push(...steps.filter((step) => step.step > last));
     this.steps.splice(0, this.steps.length - MOST_KEPT);
