@@ -65,8 +65,8 @@ class GrammarCompiler:
     def compile(self, wanted: StructuredOutputs) -> LLMatcher:
         """Returns a matcher in its initial state. Raises InvalidArgument with llguidance's reason
         if the grammar is invalid or cannot be enforced. Whether a grammar is accepted depends only
-        on its text and the vocabulary, not on time. Size limits on the text bound the compile time
-        to about two seconds in the worst known case. Compiling releases the GIL.
+        on its text and the vocabulary, not on time. llguidance does not limit the time and memory
+        of every grammar, so the gateway does. Compiling releases the GIL.
         """
         wanted.validate()
         try:

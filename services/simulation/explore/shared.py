@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from safetensors.numpy import save_file
 
+from services.common.errors import InvalidArgument
 from services.common.request import grammar_compiler
 from services.common.request.adapter import CONFIG_FILE, WEIGHTS_FILE, Adapter, adapter_digest
 from services.common.request.grammar_compiler import GrammarCompiler
 from services.common.request.structured_outputs import StructuredOutputs
+from services.gateway.adapters.grammars import compiler_process
 from services.gateway.adapters.tokenizer.hf_tokenizer import HfTokenizer, load_tokenizer
 from services.simulation.explore.requests import ADAPTERS
 
@@ -73,3 +75,24 @@ def _shared_compiler(
 
 
 grammar_compiler.GrammarCompiler = _shared_compiler  # type: ignore[misc, assignment]
+
+
+class CompilerInProcess:
+    """Takes the place of the gateway's CompilerProcess. Compiles in this process, in no time."""
+
+    has_ended = False
+
+    def __init__(
+        self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int] = ()
+    ) -> None:
+        self._compiler = _shared_compiler(tokenizer_json, vocab_size, eos_token_ids)
+
+    def judge(self, wanted: StructuredOutputs) -> tuple[str, float]:
+        try:
+            self._compiler.compile(wanted)
+        except InvalidArgument as error:
+            return error.message, 0.0
+        return "", 0.0
+
+
+compiler_process.CompilerProcess = CompilerInProcess  # type: ignore[misc, assignment]

@@ -1,18 +1,15 @@
 """Compiles the grammars of requests at the gateway, to refuse grammars that cannot be compiled."""
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from math import inf
 
 from services.common.errors import InvalidArgument, ResourceExhausted
 from services.common.recent import Recent
 from services.common.request.structured_outputs import FIELD, StructuredOutputs, invalid
-
-if TYPE_CHECKING:
-    from services.common.request.grammar_compiler import GrammarCompiler
+from services.gateway.adapters.grammars import compiler_process
 
 MAX_COMPILE_SECONDS = 2.0
 """Limit on the processor time of one compilation, in seconds. Workers compile the grammar again,
@@ -35,14 +32,15 @@ class _Pending:
 
 
 class GrammarJudge:
-    """Implements the core's Grammars. A single thread compiles, so that the event loop is not
-    blocked, and a hostile grammar uses at most one core. Verdicts are cached.
+    """Implements the core's Grammars. A process compiles, so that neither the event loop nor the
+    gateway's memory depends on a hostile grammar, which uses at most one core. A thread waits for
+    the process. Verdicts are cached.
     """
 
     def __init__(self, tokenizer_json: Callable[[], str]) -> None:
         """`tokenizer_json` returns the text of a tokenizer.json."""
         self._tokenizer_json = tokenizer_json
-        self._compiler: tuple[_Vocabulary, GrammarCompiler] | None = None
+        self._compiler: tuple[_Vocabulary, compiler_process.CompilerProcess] | None = None
         self._verdicts: Recent[_Case, str] = Recent(_MAX_KEPT)
         self._pending: dict[_Case, _Pending] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
@@ -87,24 +85,24 @@ class GrammarJudge:
         in the thread.
         """
         try:
-            compiler = self._compiler_of(vocabulary)
-            began = time.thread_time()
-            compiler.compile(wanted)
-            if time.thread_time() - began > MAX_COMPILE_SECONDS:
-                raise invalid(f"{wanted.kind.value}: takes too long to compile")
+            reason, seconds = self._compiler_of(vocabulary).judge(wanted)
         except InvalidArgument as error:
             return error.message
-        return ""
+        except compiler_process.CompilerEnded:
+            reason, seconds = "", inf
+        if reason or seconds <= MAX_COMPILE_SECONDS:
+            return reason
+        return invalid(f"{wanted.kind.value}: takes too long to compile").message
 
-    def _compiler_of(self, vocabulary: _Vocabulary) -> "GrammarCompiler":
-        if self._compiler is None or self._compiler[0] != vocabulary:
-            # Imported here, since most gateways compile no grammar.
-            from services.common.request.grammar_compiler import GrammarCompiler  # noqa: PLC0415
-
-            try:
-                compiler = GrammarCompiler(self._tokenizer_json(), *vocabulary)
-            except ValueError as error:
-                reason = f"not available with this model's tokenizer: {error}"
-                raise invalid(reason) from error
-            self._compiler = vocabulary, compiler
-        return self._compiler[1]
+    def _compiler_of(self, vocabulary: _Vocabulary) -> compiler_process.CompilerProcess:
+        if self._compiler is not None:
+            known, compiler = self._compiler
+            if known == vocabulary and not compiler.has_ended:
+                return compiler
+        try:
+            compiler = compiler_process.CompilerProcess(self._tokenizer_json(), *vocabulary)
+        except ValueError as error:
+            reason = f"not available with this model's tokenizer: {error}"
+            raise invalid(reason) from error
+        self._compiler = vocabulary, compiler
+        return compiler
