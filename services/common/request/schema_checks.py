@@ -1,7 +1,10 @@
 """Prepares JSON Schemas for llguidance, and rejects those that it accepts but does not enforce."""
 
+import math
 import re
 from collections.abc import Collection, Iterator, Mapping
+from decimal import Decimal
+from functools import lru_cache
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -15,6 +18,8 @@ _MAX_TOGETHER = 40_000
 """Limit on the schema parts that are examined to count properties. A part counts once for each
 schema that refers to it.
 """
+_MAX_DIVISOR = 2**32 // 10
+"""Limit on the numbers of 32 bits in which llguidance computes with `multipleOf`."""
 _MAX_INDEX_DIGITS = 6
 _ALTERNATIVES = ("anyOf", "oneOf")
 
@@ -48,7 +53,8 @@ class _Checks:
     def check_counts(self) -> None:
         """Raises InvalidArgument if `minProperties` requires more than one property besides those
         in `required`. An output could satisfy such a schema by repeating one name. Also raises it
-        if too many parts refer to the same parts, since checking them would take seconds.
+        if `multipleOf` is too large, and if too many parts refer to the same parts, since checking
+        them would take seconds.
         """
         seen, entered = set[int](), set[int]()
         left: list[object] = [self._root]
@@ -59,6 +65,7 @@ class _Checks:
             seen.add(id(part))
             together = self._together(part)
             _check_count(together)
+            _check_divisors(together)
             for one in together:
                 if id(one) not in entered:
                     entered.add(id(one))
@@ -137,6 +144,31 @@ def _check_count(together: Collection[Mapping[str, Any]]) -> None:
             f"{len(required)} are required: a name that repeats would count again. Name the "
             "properties in required, or lower it"
         )
+
+
+def _check_divisors(together: Collection[Mapping[str, Any]]) -> None:
+    """Raises InvalidArgument if llguidance would compute a wrong least common multiple of the
+    schemas' divisors, or a wrong remainder.
+    """
+    numbers = [_number(one, "multipleOf") for one in together]
+    divisors = [_decimal(number) for number in numbers if 0 < number < math.inf]
+    places = max([0, *(-int(one.as_tuple().exponent) for one in divisors)])
+    product = 1
+    for one in divisors:
+        is_too_large = one > _MAX_DIVISOR
+        if not is_too_large:
+            product *= int(one.scaleb(places))
+            is_too_large = product > 1 and max(product, 10**places) > _MAX_DIVISOR
+        if is_too_large:
+            raise invalid(
+                f"json: multipleOf is supported only up to {_MAX_DIVISOR}, without its decimal "
+                "point, or up to this product if several apply to a value"
+            )
+
+
+@lru_cache(10_000)
+def _decimal(number: float) -> Decimal:
+    return Decimal(str(number + 0)).normalize()  # + 0 because of True
 
 
 def _inside(schema: Mapping[str, Any]) -> Iterator[object]:

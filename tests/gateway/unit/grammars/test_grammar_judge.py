@@ -88,6 +88,13 @@ BAD = [
     (JSON, '{"$ref": "#"}', "no output conforms to the"),
     (JSON, '{"$ref": "http://localhost/schema"}', "does not fetch"),
     (JSON, '{"$ref": "#/$defs/No[x]"}', "Pointer '/$defs/No%5Bx%5D' does not exist"),
+    (JSON, '{"multipleOf": 500000000}', "multipleOf is supported only up to 429496729"),
+    (JSON, '{"multipleOf": 0.0000000003}', "multipleOf is supported only up to 429496729"),
+    (
+        JSON,
+        '{"multipleOf": 1e5, "$ref": "#/$defs/A", "$defs": {"A": {"multipleOf": 100000}}}',
+        "multipleOf is supported only up to 429496729",
+    ),
     (JSON, '{"type": "object", "minProperties": 2}', "minProperties of 2 is not supported"),
     (
         JSON,
