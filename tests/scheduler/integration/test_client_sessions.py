@@ -87,6 +87,21 @@ async def test_input_that_does_not_fit_the_session_ends_it(
     await gateway.finish(3)
 
 
+async def test_a_second_input_for_one_turn_ends_the_session(
+    replica: Replica, gateway: Gateway
+) -> None:
+    """Each input fits in the session, but both together are longer than the model allows."""
+    await begin(gateway, 1, FIRST)
+    for first in (300, 600):
+        await gateway.add_chunk(1, len(HELD), prompt(150, first))
+    await gateway.finish(1)
+    rejected = gateway.heard[1].rejected
+    assert rejected is not None
+    assert rejected.reason == "NO_SESSION"
+    await replica.until_idle()
+    assert len({step.generation for step in replica.worker.steps}) == 1
+
+
 async def test_a_session_too_many_ends_with_its_turn(replica: Replica, gateway: Gateway) -> None:
     await begin(gateway, 1, FIRST)
     await begin(gateway, 2, prompt(5, 300))

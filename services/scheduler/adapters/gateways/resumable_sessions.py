@@ -59,7 +59,11 @@ class ResumableSessions:
         not wait for input, or has another number of tokens than the gateway expects.
         """
         request = session.requests.get(message.handle)
-        if request is None or request.status is not RequestStatus.WAITING_FOR_CHUNK:
+        if (
+            request is None
+            or request.status is not RequestStatus.WAITING_FOR_CHUNK
+            or self._engine.changes.has_chunk(request)
+        ):
             raise Unavailable(
                 f"no client's session with handle {message.handle} waits for input here",
                 reason="NO_SESSION",

@@ -74,6 +74,10 @@ class PendingChanges:
         self._chunks.append((session, chunk))
         self._wake.set()
 
+    def has_chunk(self, session: Request) -> bool:
+        """Whether an input or the end of the session was added and is not applied yet."""
+        return any(one is session for one, _ in self._chunks)
+
     def end_turn(self, of: Request | ContextId, tool: str) -> None:
         """Records which tool an agent runs after one of its turns (requests). `of` is the turn's
         request, which has ended or ends with these changes, or the context (KV blocks for the next
