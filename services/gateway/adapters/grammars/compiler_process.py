@@ -1,8 +1,8 @@
 """Compiles grammars in a process of its own, whose processor time and memory the kernel limits.
 
-llguidance limits most of its work, but not all: a short grammar can take hours and all memory, for
-example a JSON Schema with several alternatives for the divisors of a number. A thread that
-compiles cannot be stopped. A process can.
+llguidance limits most of its work, but not all: a short grammar can take minutes and gigabytes, for
+example a JSON Schema with several alternatives for the divisors of a number. A thread that compiles
+cannot be stopped. A process can.
 """
 
 import json
