@@ -3,7 +3,6 @@ an ended request, kept for the next request of the same program (a run of an age
 """
 
 from collections.abc import Collection, Iterable
-from typing import Protocol
 
 from services.common.pool.ids import ContextId, RequestKey
 from services.common.pool.operations import Admission, Operation, Outcome
@@ -11,9 +10,10 @@ from services.scheduler.core.program_turn import PausedProgram
 from services.scheduler.core.request import Request
 
 
-class Retention(Protocol):
+class Retention:
     """Decides which contexts stay in the pool, and which requests may evict their blocks. The
-    scheduler calls the methods at each event that concerns a request.
+    scheduler calls the methods at each event that concerns a request. These methods keep no blocks.
+    Policies override those that they need.
     """
 
     def check(self, request: Request) -> None:
@@ -25,10 +25,11 @@ class Retention(Protocol):
     def admitted(self, request: Request, waiting: Iterable[Request]) -> None:
         """Called when a request was admitted. `waiting` may still include the request."""
 
-    def ended(self, request: Request) -> ContextId | None:
+    def ended(self, request: Request) -> ContextId | None:  # noqa: ARG002
         """Called when a request has ended. Returns the context that its blocks become. None if the
         pool caches its blocks like any other blocks.
         """
+        return None
 
     def end_turn(self, context: ContextId, tool: str, *, ends: bool) -> None:
         """Called when it is known which tool runs after the turn (request) that left `context`.
@@ -38,21 +39,25 @@ class Retention(Protocol):
     @property
     def held(self) -> Collection[RequestKey]:
         """Ended requests that keep their blocks until the policy calls `PolicyParts.release`."""
+        return ()
 
     def sweep(self) -> None:
         """Called before each step is planned. Releases `held` requests whose time is over."""
 
     def make_room(self) -> bool:
         """Releases a `held` request, because blocks are missing. Returns False if there is none."""
+        return False
 
     def release_all(self) -> None:
         """Releases all `held` requests, because every block must become free."""
 
     def operations(self) -> list[Operation]:
         """The pool operations with which the next transaction must begin."""
+        return []
 
     def rank(self) -> list[Operation]:
         """The pool operations that must precede the admissions of a step."""
+        return []
 
     def note(self, outcome: Outcome) -> None:
         """Called with the outcome of each pool transaction."""
@@ -60,59 +65,17 @@ class Retention(Protocol):
     def limit(self, terms: Admission, request: Request, num_running: int) -> None:
         """Sets in `terms` which blocks an admission beside `num_running` requests may use."""
 
-    def held_up(self, num_running: int) -> str:
+    def held_up(self, num_running: int) -> str:  # noqa: ARG002
         """Called when only kept contexts have prevented the admission of the next request. Returns
         a text that explains which context is kept, and why.
         """
-
-    def paused(self, most: int, now: float) -> list[PausedProgram]:
-        """At most `most` programs that pause between two turns, the latest pause first. Must use
-        the time `now` and not read the policy's clock, whose readings the step log records.
-        """
-
-    def forget(self) -> None:
-        """Called when the pool was opened again, and is empty."""
-
-
-class NoRetention:
-    """A Retention that keeps no blocks. Policies override the methods that they need."""
-
-    @property
-    def held(self) -> Collection[RequestKey]:
-        return ()
-
-    def check(self, request: Request) -> None: ...
-
-    def arrived(self, request: Request) -> None: ...
-
-    def admitted(self, request: Request, waiting: Iterable[Request]) -> None: ...
-
-    def ended(self, request: Request) -> ContextId | None:  # noqa: ARG002
-        return None
-
-    def end_turn(self, context: ContextId, tool: str, *, ends: bool) -> None: ...
-
-    def sweep(self) -> None: ...
-
-    def make_room(self) -> bool:
-        return False
-
-    def release_all(self) -> None: ...
-
-    def operations(self) -> list[Operation]:
-        return []
-
-    def rank(self) -> list[Operation]:
-        return []
-
-    def note(self, outcome: Outcome) -> None: ...
-
-    def limit(self, terms: Admission, request: Request, num_running: int) -> None: ...
-
-    def held_up(self, num_running: int) -> str:  # noqa: ARG002
         return ""
 
     def paused(self, most: int, now: float) -> list[PausedProgram]:  # noqa: ARG002
+        """At most `most` programs that pause between two turns, the latest pause first. Must use
+        the time `now` and not read the policy's clock, whose readings the step log records.
+        """
         return []
 
-    def forget(self) -> None: ...
+    def forget(self) -> None:
+        """Called when the pool was opened again, and is empty."""

@@ -15,7 +15,7 @@ from services.scheduler.core.policies.continuum.pin_times import Pauses
 from services.scheduler.core.policies.observer import ProgramObserver, Recomputations
 from services.scheduler.core.policies.policy import PolicyParts
 from services.scheduler.core.policies.programs import Context, KnownPrograms, Program
-from services.scheduler.core.policies.retention import NoRetention
+from services.scheduler.core.policies.retention import Retention
 from services.scheduler.core.program_turn import PausedProgram, ProgramTurn
 from services.scheduler.core.request import Request, RequestStatus
 
@@ -49,7 +49,7 @@ class EndedTurn:
     """The time at which the turn's pin ends, if the turn is pinned."""
 
 
-class Pins(NoRetention):
+class Pins(Retention):
     """The pins and the programs of a replica.
 
     When a turn has ended, its blocks are kept until it is known which tool runs next, but at most

@@ -24,12 +24,12 @@ from services.scheduler.core.policies.program.order import DueTimes, Turns
 from services.scheduler.core.policies.program.pauses import NEVER
 from services.scheduler.core.policies.program.worth import Ranked, Worth
 from services.scheduler.core.policies.programs import Context, KnownPrograms, Program
-from services.scheduler.core.policies.retention import NoRetention
+from services.scheduler.core.policies.retention import Retention
 from services.scheduler.core.program_turn import PausedProgram, ProgramTurn
 from services.scheduler.core.request import Request
 
 
-class ProgramRetention(NoRetention):
+class ProgramRetention(Retention):
     """Tracks the programs of a replica, and decides which of their contexts stay cached."""
 
     def __init__(self, parts: PolicyParts) -> None:
