@@ -13,7 +13,7 @@ from services.gateway.core.text.parsing.catalog import (
 )
 from services.gateway.core.text.parsing.formats.harmony import read_harmony
 from services.gateway.core.text.parsing.formats.json_calls import read_call_list
-from services.gateway.core.text.parsing.output_parser import FormatParser, OutputParser, ReadAnswer
+from services.gateway.core.text.parsing.output_parser import OutputParser, ReadAnswer
 from services.gateway.core.text.parsing.reader import Reader, Reading
 from services.gateway.core.text.parsing.reasoning import ReasoningFormat
 from services.gateway.core.text.parsing.sink import Sink
@@ -51,7 +51,7 @@ class OutputForm:
 
     def make_parser(self) -> OutputParser:
         reads_channels = self._reads_channels
-        return FormatParser(
+        return OutputParser(
             self._read_answer(),
             None if reads_channels else self.reasoning,
             begins_in_reasoning=self.begins_in_reasoning and not reads_channels,

@@ -1,7 +1,6 @@
 """The incremental parser of one answer."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from services.gateway.core.text.parsing.events import OutputEvent
 from services.gateway.core.text.parsing.reader import Reader, Reading
@@ -12,26 +11,11 @@ ReadAnswer = Callable[[Reader, Sink], Reading[None]]
 """A format's function that reads an answer from the end of the reasoning to the answer's end."""
 
 
-class OutputParser(Protocol):
-    """Parses the text of one answer. The joined events do not depend on how the text is split. The
-    parsing time is linear in the text's length.
-    """
-
-    @property
-    def in_reasoning(self) -> bool:
-        """Whether the text so far ends inside reasoning."""
-
-    def feed(self, text: str) -> Sequence[OutputEvent]:
-        """Adds text. Returns the new events, which later text cannot change."""
-
-    def finish(self) -> Sequence[OutputEvent]:
-        """Ends the text. Returns the remaining events."""
-
-
-class FormatParser:
-    """An OutputParser for text that begins with reasoning in one format and continues in another
-    format. The readers of both formats are generators, which keep their state between two pieces of
-    text. Each character is read once, except in a marker that may be incomplete.
+class OutputParser:
+    """Parses the text of one answer, which begins with reasoning in one format and continues in
+    another format. The joined events do not depend on how the text is split. The readers of both
+    formats are generators, which keep their state between two pieces of text. Each character is
+    read once, except in a marker that may be incomplete.
     """
 
     def __init__(
@@ -57,13 +41,16 @@ class FormatParser:
 
     @property
     def in_reasoning(self) -> bool:
+        """Whether the text so far ends inside reasoning."""
         return self._sink.in_reasoning
 
     def feed(self, text: str) -> Sequence[OutputEvent]:
+        """Adds text. Returns the new events, which later text cannot change."""
         self._reader.feed(text)
         return self._go_on()
 
     def finish(self) -> Sequence[OutputEvent]:
+        """Ends the text. Returns the remaining events."""
         self._reader.end()
         return self._go_on()
 

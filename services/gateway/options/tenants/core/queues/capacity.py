@@ -5,27 +5,8 @@ complete requests.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Protocol
 
-from services.common.replica.queue_state import QueueState
-
-
-class ReplicaCapacity(Protocol):
-    """The data of one replica from which the capacity of all replicas is computed."""
-
-    @property
-    def num_slots(self) -> int | None:
-        """Number of slots for sequences at this replica, or None while the replica's `max_num_seqs`
-        is not known.
-        """
-
-    @property
-    def num_free_slots(self) -> int:
-        """Number of slots without a sequence, negative while sequences wait at the replica."""
-
-    @property
-    def queue(self) -> QueueState | None:
-        """The last reported state of the replica's queue, or None before the first report."""
+from services.gateway.core.fleet.replica import Replica
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +22,7 @@ class Capacity:
     """Mean seconds from a request's first step to its end, or 0 if unknown."""
 
 
-def capacity_of(replicas: Sequence[ReplicaCapacity]) -> Capacity | None:
+def capacity_of(replicas: Sequence[Replica]) -> Capacity | None:
     """Returns the capacity of replicas together, or None if there are no replicas, or if the number
     of slots of any replica is not known.
 
