@@ -3,6 +3,7 @@ to the workers may be large, and workers may not read them.
 """
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -12,6 +13,7 @@ import pytest
 from stepwell.common.v1 import common_pb2
 
 from services.common.errors import Unavailable
+from services.common.rpc import channel as rpc_channel
 from services.common.rpc.channel import open_channel
 from services.common.rpc.message_limits import MAX_MESSAGE_BYTES, MAX_STEP_BYTES
 from services.scheduler.adapters.pool.pool_client import PoolClient
@@ -80,6 +82,18 @@ async def test_a_step_ends_in_time_while_the_worker_does_not_read_the_next(
                 await (await group.submit(SchedulerOutput(2), "0" * 2**20))
         with pytest.raises(WorkersLost, match=late):
             await first
+
+
+async def test_opening_ends_while_the_connection_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = dict(rpc_channel.CHANNEL_OPTIONS) | {"grpc.min_reconnect_backoff_ms": 500}
+    monkeypatch.setattr(rpc_channel, "CHANNEL_OPTIONS", tuple(options.items()))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        async with open_channel(address) as to_silent, asyncio.timeout(SECONDS):
+            group = WorkerGroup([Rank(address, to_silent)], 0.2, common_pb2.Owner())
+            with pytest.raises(WorkersLost):
+                await group.open(1)
+            group.close()
 
 
 async def test_a_step_may_be_larger_than_other_messages(worker: FakeWorker) -> None:

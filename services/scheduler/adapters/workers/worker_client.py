@@ -245,7 +245,7 @@ class WorkerGroup:
         self._is_open = False
         self._deadlines = Deadlines(STEP_FLOOR_SECONDS, step_timeout_seconds)
         self._steps = StepsInFlight([rank.address for rank in ranks], self._deadlines)
-        self._steps.on_overdue = self.close
+        self._steps.on_overdue = self._step_overdue
         self._grammars = PreparedGrammars()
         self._incarnations: list[str] = []
         self._generation = 0
@@ -304,11 +304,16 @@ class WorkerGroup:
         await _gather_calls(rank.load_adapter(adapter, kept) for rank in self._ranks)
 
     def close(self, why: str = "") -> None:
-        """Ends the streams. If a step is overdue, this also ends a write of the next step, which
-        would wait for as long as the worker does not read.
-        """
         for rank in self._ranks:
             rank.close(why)
+
+    def _step_overdue(self, why: str) -> None:
+        """Ends the streams. This ends a write of the next step, which would wait for as long as the
+        worker does not read. A write of the first step, which may wait for the connection, would
+        never return. It ends with the attempt to connect.
+        """
+        if self._is_open:
+            self.close(why)
 
     def _rank_lost(self, message: str) -> None:
         if self._is_open:
