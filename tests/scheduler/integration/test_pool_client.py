@@ -10,7 +10,10 @@ from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
 from services.common.rpc.channel import open_channel
 from services.common.rpc.server import GrpcServer
 from services.scheduler.adapters.pool.pool_client import RETRY_SECONDS, PoolClient
+from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.ports import PoolLost
+from tests.scheduler.cuttable_proxy import CuttableProxy
+from tests.scheduler.serving_replica import Pool
 
 
 @pytest.fixture
@@ -89,3 +92,22 @@ async def test_a_transaction_ends_in_time_whose_stream_was_just_begun(closed_add
                 with pytest.raises(PoolLost, match="did not answer a transaction within"):
                     await client.transact(())
                 client.close()
+
+
+async def test_a_cancelled_transaction_does_not_cancel_the_next() -> None:
+    pool = Pool()
+    link = CuttableProxy(await pool.start(), delay_seconds=0.02)
+    async with open_channel(await link.start()) as channel:
+        client = PoolClient(channel, "pool", timeout_seconds=60.0)
+        await client.open(SchedulerConfig(4, 16, 32, block_size=4, num_blocks=10))
+        cancelled = asyncio.create_task(client.transact(()))
+        await asyncio.sleep(0.01)
+        cancelled.cancel()
+        following = asyncio.create_task(client.transact(()))
+        await asyncio.wait({cancelled, following}, timeout=60)
+        assert following.done()
+        assert not following.cancelled()
+        assert isinstance(following.exception(), PoolLost | None)
+        client.close()
+    await link.close()
+    await pool.stop()

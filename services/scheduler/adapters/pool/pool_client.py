@@ -273,6 +273,7 @@ class PoolClient:
             response = grpc.aio.EOF
         except asyncio.CancelledError:  # cancelled by `_give_up` or by the caller
             if not self._is_late or task is None or task.uncancel():
+                self._end_call()  # the next use of a cancelled stream would raise CancelledError
                 raise
             response = grpc.aio.EOF
         finally:

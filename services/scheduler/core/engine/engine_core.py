@@ -133,6 +133,11 @@ class EngineCore:
                         await self._turn()
                 except (ports.PoolLost, ports.WorkersLost) as lost:
                     await self._recover(lost)
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or not task.cancelling():  # a task group would ignore the error
+                raise RuntimeError("a call that the engine awaited was cancelled") from error
+            raise
         finally:
             self._batch_queue.drop()
             self._observer.stopped()

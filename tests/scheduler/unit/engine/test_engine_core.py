@@ -225,6 +225,22 @@ async def test_a_call_that_is_cancelled_during_its_transaction_loses_no_block(
     assert bench.replica.num_reopened == 0
 
 
+async def test_an_engine_whose_call_was_cancelled_ends_with_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A task group would ignore a CancelledError, and the process would serve without an engine."""
+
+    async def cancelled(*_: object) -> None:
+        raise asyncio.CancelledError
+
+    bench = Bench()
+    monkeypatch.setattr(bench.pool, "transact", cancelled)
+    bench.add("a", prompt(5))
+    with pytest.raises(RuntimeError, match="was cancelled"):
+        async with asyncio.timeout(SECONDS):
+            await bench.engine.run()
+
+
 async def test_workers_lost_while_a_standstill_is_awaited(bench: Bench) -> None:
     bench.add("a", prompt(5), max_tokens=50)
     await bench.until_tokens("a", 2)
