@@ -76,12 +76,33 @@ async def test_a_step_ends_in_time_while_the_worker_does_not_read_the_next(
     async with group_of(worker, 0.5) as group:
         worker.going.clear()
         first = await group.submit(SchedulerOutput(1))
-        late = r"did not complete step 1 within 0\.5 s"
-        async with asyncio.timeout(SECONDS):
-            with pytest.raises(WorkersLost, match=late):
-                await (await group.submit(SchedulerOutput(2), "0" * 2**20))
-        with pytest.raises(WorkersLost, match=late):
+
+        async def send_next() -> None:
+            await group.submit(SchedulerOutput(2), "0" * 2**20)
             await first
+
+        async with asyncio.timeout(SECONDS):
+            with pytest.raises(WorkersLost, match=r"did not complete step 1 within 0\.5 s"):
+                await send_next()
+
+
+async def test_a_lost_rank_ends_the_write_to_a_rank_that_does_not_read() -> None:
+    lost, hung = (FakeWorker(rank=rank, world_size=2) for rank in range(2))
+    addresses = await lost.start(), await hung.start()
+    async with open_channel(addresses[0]) as first, open_channel(addresses[1]) as second:
+        ranks = [Rank(addresses[0], first), Rank(addresses[1], second)]
+        group = WorkerGroup(ranks, SECONDS, common_pb2.Owner())
+        await group.open(1)
+        hung.going.clear()
+        await group.submit(SchedulerOutput(1))
+        sending = asyncio.create_task(group.submit(SchedulerOutput(2), "0" * 2**20))
+        await eventually(lambda: any(step.step == 2 for step in lost.steps))
+        await lost.stop()
+        async with asyncio.timeout(SECONDS):
+            with pytest.raises(WorkersLost, match=f"{addresses[0]} was lost"):
+                await sending
+        group.close()
+        await hung.stop()
 
 
 async def test_opening_ends_while_the_connection_begins(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -245,7 +245,8 @@ class WorkerGroup:
         self._is_open = False
         self._deadlines = Deadlines(STEP_FLOOR_SECONDS, step_timeout_seconds)
         self._steps = StepsInFlight([rank.address for rank in ranks], self._deadlines)
-        self._steps.on_overdue = self._step_overdue
+        self._steps.on_overdue = self._end_write
+        self._is_sending = False
         self._grammars = PreparedGrammars()
         self._incarnations: list[str] = []
         self._generation = 0
@@ -307,16 +308,17 @@ class WorkerGroup:
         for rank in self._ranks:
             rank.close(why)
 
-    def _step_overdue(self, why: str) -> None:
-        """Ends the streams. This ends a write of the next step, which would wait for as long as the
+    def _end_write(self, why: str) -> None:
+        """Ends the streams if a step is being sent, because the write would wait for as long as a
         worker does not read. A write of the first step, which may wait for the connection, would
         never return. It ends with the attempt to connect.
         """
-        if self._is_open:
+        if self._is_sending and self._is_open:
             self.close(why)
 
     def _rank_lost(self, message: str) -> None:
         if self._is_open:
+            self._end_write(message)
             self._is_open = False
             self.on_lost(WorkersLost(message))
 
@@ -335,12 +337,15 @@ class WorkerGroup:
     ) -> asyncio.Future[ModelRunnerOutput]:
         request.timeout_millis = math.ceil(1000 * allowed_seconds)
         step = self._steps.add(self._generation, plan, allowed_seconds)
-        for rank in self._ranks:
-            try:
+        self._is_sending = True
+        try:
+            for rank in self._ranks:
                 await rank.submit(request, step)
-            except WorkersLost as error:
-                step.fail(error.message)
-                raise
+        except WorkersLost as error:
+            step.fail(error.message)
+            raise
+        finally:
+            self._is_sending = False
         return step.output
 
 
