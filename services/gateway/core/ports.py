@@ -41,8 +41,9 @@ class Grammars(Protocol):
     async def check(
         self, wanted: StructuredOutputs, vocab_size: int, eos_token_ids: Sequence[int]
     ) -> None:
-        """Raises InvalidArgument if the constraint cannot be compiled for this vocabulary, and
-        ResourceExhausted if too many other constraints are being compiled.
+        """Raises InvalidArgument if the constraint cannot be compiled for this vocabulary,
+        ResourceExhausted if too many other constraints are being compiled, and Unavailable if the
+        compiler was killed.
         """
 
 

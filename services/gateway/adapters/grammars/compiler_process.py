@@ -8,13 +8,15 @@ cannot be stopped. A process can.
 import json
 import math
 import resource
+import signal
 import subprocess
 import sys
 import time
 import weakref
 from collections.abc import Sequence
+from threading import Timer
 
-from services.common.errors import InvalidArgument
+from services.common.errors import InvalidArgument, Unavailable
 from services.common.request.structured_outputs import StructuredOutputs, StructuredOutputsKind
 
 _MOST_SECONDS = 2
@@ -23,6 +25,8 @@ whole seconds. The kernel ends a process that exceeds it.
 """
 _MOST_BYTES = 2**32
 """Limit on the address space of the process."""
+_MOST_WAIT_SECONDS = 60.0
+"""Limit on the time of one compilation on a busy machine. A process that exceeds it is killed."""
 
 
 class CompilerEnded(Exception):
@@ -37,15 +41,23 @@ class CompilerProcess:
     def __init__(
         self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int] = ()
     ) -> None:
-        """The arguments are those of GrammarCompiler. Raises ValueError as GrammarCompiler does."""
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C in a terminal does not reach the process
-        )
+        """The arguments are those of GrammarCompiler. Raises ValueError as GrammarCompiler does,
+        and Unavailable if the process cannot start.
+        """
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C in a terminal does not reach the process
+            )
+        except OSError as error:
+            raise _unavailable() from error
         self._end = weakref.finalize(self, _end, self._process)
-        reason, _ = self._ask([tokenizer_json, vocab_size, list(eos_token_ids)])
+        try:
+            reason, _ = self._ask([tokenizer_json, vocab_size, list(eos_token_ids)])
+        except CompilerEnded as ended:
+            raise _unavailable() from ended
         if reason:
             raise ValueError(reason)
 
@@ -55,14 +67,23 @@ class CompilerProcess:
 
     def judge(self, wanted: StructuredOutputs) -> tuple[str, float]:
         """Returns why a grammar cannot be compiled, empty if it can be compiled, and the seconds of
-        processor time of the compilation. Raises CompilerEnded.
+        processor time of the compilation. Raises CompilerEnded, and Unavailable if the process was
+        killed for another reason than its limits.
         """
-        return self._ask([wanted.kind.value, wanted.text])
+        try:
+            return self._ask([wanted.kind.value, wanted.text])
+        except CompilerEnded as ended:
+            if self._process.returncode == -signal.SIGKILL:
+                raise _unavailable() from ended
+            raise
 
     def _ask(self, question: object) -> tuple[str, float]:
         """Sends a line, and waits for the answer."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        timer = Timer(_MOST_WAIT_SECONDS, self._process.kill)
+        timer.daemon = True
+        timer.start()
         try:
             self._process.stdin.write(json.dumps(question).encode() + b"\n")
             self._process.stdin.flush()
@@ -70,12 +91,20 @@ class CompilerProcess:
         except (OSError, ValueError) as error:  # a broken pipe, or no answer
             self._end()
             raise CompilerEnded from error
+        finally:
+            timer.cancel()
         return reason, seconds
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
     process.kill()
     process.communicate()
+
+
+def _unavailable() -> Unavailable:
+    return Unavailable(
+        "the process that compiles grammars has ended; try again", retry_after_seconds=1.0
+    )
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 import time
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from tokenizers import Tokenizer
 
-from services.common.errors import InvalidArgument, ResourceExhausted
+from services.common.errors import InvalidArgument, ResourceExhausted, Unavailable
 from services.common.request.grammar_compiler import GrammarCompiler
 from services.common.request.structured_outputs import (
     MAX_DEPTH,
@@ -17,6 +18,7 @@ from services.common.request.structured_outputs import (
     StructuredOutputs,
     StructuredOutputsKind,
 )
+from services.gateway.adapters.grammars import compiler_process
 from services.gateway.adapters.grammars import judge as grammar_judge
 from services.gateway.adapters.grammars.judge import GrammarJudge
 from services.gateway.adapters.tokenizer.hf_tokenizer import load_tokenizer
@@ -278,6 +280,26 @@ async def test_grammars_of_clients_that_left_do_not_take_the_place_of_others(
         await asyncio.sleep(0)
         call.cancel()
         await asyncio.wait([call])
+    assert await verdict(new_judge, REGEX, "b") == ""
+
+
+@pytest.mark.parametrize("wait_seconds", [0.1, 60.0])
+async def test_a_killed_process_is_no_refusal(
+    new_judge: GrammarJudge, monkeypatch: pytest.MonkeyPatch, wait_seconds: float
+) -> None:
+    """The process hangs. It is killed when the wait is over, or by something else before."""
+    assert await verdict(new_judge, REGEX, "a") == ""
+    assert new_judge._compiler is not None
+    process = new_judge._compiler[1]._process
+    monkeypatch.setattr(compiler_process, "_MOST_WAIT_SECONDS", wait_seconds)
+    process.send_signal(signal.SIGSTOP)
+    check = asyncio.create_task(verdict(new_judge, REGEX, "b"))
+    if wait_seconds > 1:
+        await asyncio.sleep(0.1)
+        process.kill()
+    with pytest.raises(Unavailable, match="has ended; try again"):
+        await check
+    monkeypatch.undo()
     assert await verdict(new_judge, REGEX, "b") == ""
 
 
