@@ -359,7 +359,7 @@ async def _flush(
 
 
 async def test_the_tokenizer_comes_as_an_archive(tmp_path: Path) -> None:
-    model = Path(__file__).parents[3] / "models" / "demo"
+    model = Path(__file__).parents[4] / "models" / "demo"
     async with vllm_replica(tmp_path, model=model) as (_, stub):
         chunks = [chunk async for chunk in stub.GetTokenizer(common_pb2.GetTokenizerRequest())]
         archive = b"".join(chunk.data for chunk in chunks)

@@ -12,7 +12,7 @@ from services.cli.bench.core.result import distribution_document, request_rows, 
 from services.cli.bench.core.summary import summarize
 
 PAGE = (
-    (Path(__file__).parents[3] / "docs" / "benchmarks.md")
+    (Path(__file__).parents[4] / "docs" / "benchmarks.md")
     .read_text()
     .partition("## `stepwell bench`\n")[2]
 )
