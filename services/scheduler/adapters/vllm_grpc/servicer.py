@@ -98,7 +98,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             try:
                 await self.engine.reset_prefix_cache(preempt_running=False)
             except FailedPrecondition as error:
-                if time.monotonic() >= deadline:
+                if not time.monotonic() < deadline:  # also if the timeout is NaN
                     return common_pb2.FlushCacheResponse(success=False, message=error.message)
                 await asyncio.sleep(_IDLE_POLL_SECONDS)
             else:

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import io
 import json
+import math
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -341,11 +342,12 @@ async def test_the_cache_is_flushed_once_no_request_holds_blocks(tmp_path: Path)
         assert await pool_hashes(replica.pool_address) == {}
         call = stub.Generate(generate_request(prompt(9), 150, stream=True))
         await call.read()
-        answer = await _flush(stub, 0.0)
-        assert (answer.success, answer.message) == (
-            False,
-            "the prefix cache was not reset, because requests still use blocks",
-        )
+        for seconds in (0.0, math.nan):
+            answer = await _flush(stub, seconds)
+            assert (answer.success, answer.message) == (
+                False,
+                "the prefix cache was not reset, because requests still use blocks",
+            )
         call.cancel()
 
 
