@@ -182,9 +182,16 @@ async def test_a_lost_worker_costs_a_session_no_token(replica: Replica, gateway:
 
 
 async def test_a_drain_ends_sessions_between_turns(replica: Replica, gateway: Gateway) -> None:
+    """The session is refused and not finished: a gateway may have sent its next turn meanwhile, and
+    then sends that turn to another replica.
+    """
     await begin(gateway, 1, FIRST)
     await replica.admin.Drain(scheduler_pb2.DrainRequest())
     await gateway.finish(1)
+    heard = gateway.heard[1]
+    assert heard.finished is None
+    assert heard.rejected is not None
+    assert heard.rejected.reason == "DRAINING"
     await replica.until_idle()
     await replica.admin.Undrain(scheduler_pb2.UndrainRequest())
     await begin(gateway, 2, FIRST)

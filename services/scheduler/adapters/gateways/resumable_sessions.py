@@ -59,11 +59,7 @@ class ResumableSessions:
         not wait for input, or has another number of tokens than the gateway expects.
         """
         request = session.requests.get(message.handle)
-        if (
-            request is None
-            or request.status is not RequestStatus.WAITING_FOR_CHUNK
-            or self._engine.changes.has_chunk(request)
-        ):
+        if request is None or not self._waits(request):
             raise Unavailable(
                 f"no client's session with handle {message.handle} waits for input here",
                 reason="NO_SESSION",
@@ -84,9 +80,15 @@ class ResumableSessions:
             self._engine.changes.abort([request])
 
     def end_all(self) -> None:
-        """Ends all sessions, each after its present turn."""
+        """Ends all sessions, each after its present turn. Sessions between two turns are refused,
+        so that a gateway that has sent the next turn meanwhile sends it to another replica.
+        """
+        error = Unavailable("the scheduler is draining", reason="DRAINING")
         for request in self.open:
-            self._engine.changes.add_chunk(request, None)
+            if self._waits(request):
+                self._refuse(request, error)
+            else:
+                self._engine.changes.add_chunk(request, None)
 
     def end_for_waiting(self, reason: WaitReason | None, now: float) -> None:
         """Ends one session if other requests wait for blocks or rows, as `reason` says, or for the
@@ -109,8 +111,18 @@ class ResumableSessions:
             "adapter's slot for other requests",
             reason="SESSION_GIVEN_UP",
         )
-        self._sessions.refuse(victim, error)
-        self._engine.changes.abort([victim])
+        self._refuse(victim, error)
+
+    def _waits(self, request: Request) -> bool:
+        """Whether a session waits for input that has not arrived."""
+        return (
+            request.status is RequestStatus.WAITING_FOR_CHUNK
+            and not self._engine.changes.has_chunk(request)
+        )
+
+    def _refuse(self, request: Request, error: Unavailable) -> None:
+        self._sessions.refuse(request, error)
+        self._engine.changes.abort([request])
 
     def _victim(self, reason: WaitReason | None) -> Request | None:
         scheduler = self._engine.scheduler
