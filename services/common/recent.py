@@ -8,8 +8,8 @@ V = TypeVar("V")
 
 
 class Recent(OrderedDict[K, V]):
-    """Holds at most `most` items: those whose keys were set last, the oldest first. `move_to_end`
-    makes an item the newest.
+    """Stores the `most` items whose keys were set last, in the order in which they were set.
+    `move_to_end` makes an item the newest.
     """
 
     def __init__(self, most: int) -> None:
