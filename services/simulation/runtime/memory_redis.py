@@ -1,7 +1,7 @@
 """A Redis server in memory, with the commands that the services use, over RESP2.
 
-Keys expire by the clock of the server's process. The Lua scripts of `fleet_registry` are replaced
-by Python methods. XADD trims exactly, even with `MINID ~`.
+Keys expire by the clock of the server's process. The services' Lua scripts are replaced by Python
+methods. XADD trims exactly, even with `MINID ~`.
 """
 
 import asyncio
@@ -63,7 +63,11 @@ class MemoryRedis:
         self._scripts: dict[str, Callable[..., Any]] = {
             fleet_registry._RENEW: self._renew_replica,
             fleet_registry._READ: self._read_replicas,
+            "-- appends to a log as its owner": self._append_as_owner,
         }
+        """Maps Lua scripts to methods. The script of an option, which this module must not import,
+        is identified by its first line.
+        """
 
     @property
     def lasting_keys(self) -> list[str]:
@@ -190,7 +194,8 @@ class MemoryRedis:
     _do_zrem = _do_hdel
 
     def _do_eval(self, script: bytes, _num_keys: bytes, *rest: bytes) -> Any:
-        run = self._scripts.get(script.decode())
+        text = script.decode()
+        run = self._scripts.get(text) or self._scripts.get(text.partition("\n")[0])
         if run is None:
             raise CommandError("ERR this script is not written in Python")
         return run(*rest)
@@ -205,6 +210,22 @@ class MemoryRedis:
         for record in [record for record, end in found.items() if end <= now]:
             del found[record]
         return sorted(found, key=lambda record: (found[record], record))
+
+    def _append_as_owner(self, log: bytes, lease: bytes, *arguments: bytes) -> Any:
+        entry_id, value, begins, retention_millis, lease_millis, gateway = arguments
+        if begins == b"0" and self._get(log) is None:
+            return b"lost"
+        try:
+            self._do_xadd(log, entry_id, b"b", value)
+        except CommandError:
+            if self._do_xrevrange(log, b"+", b"-")[0] != [entry_id, [b"b", value]]:
+                return b"fenced"
+        self._do_pexpire(log, retention_millis)
+        if lease_millis == b"0":
+            self._do_del(lease)
+        else:
+            self._do_set(lease, gateway, b"PX", lease_millis)
+        return b"done"
 
     # Commands on streams.
 

@@ -18,7 +18,29 @@ from services.gateway.options.idempotency.core.journal import Append, Appended, 
 CALL_SECONDS = 0.25
 """The time limit of a call to Redis. Requests with a key wait for such calls."""
 _FIELD = b"b"
-_NOT_ABOVE = "equal or smaller"
+_APPEND = """-- appends to a log as its owner
+local id, value, begins = ARGV[1], ARGV[2], ARGV[3] == '1'
+local retention, lease, gateway = ARGV[4], ARGV[5], ARGV[6]
+if not begins and redis.call('EXISTS', KEYS[1]) == 0 then return 'lost' end
+local added = redis.pcall('XADD', KEYS[1], id, 'b', value)
+if type(added) == 'table' then
+  if not string.find(added.err, 'equal or smaller') then return added end
+  local last = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)[1]
+  if not last or last[1] ~= id or last[2][2] ~= value then return 'fenced' end
+end
+redis.call('PEXPIRE', KEYS[1], retention)
+if lease == '0' then
+  redis.call('DEL', KEYS[2])
+else
+  redis.call('SET', KEYS[2], gateway, 'PX', lease)
+end
+return 'done'
+"""
+"""Appends an entry, then renews the lease, or releases it if the duration is 0. Returns the value
+of an Appended. If the log's last entry is exactly this entry, an earlier call has appended it,
+although that call seemed to fail. A former owner changes neither the log nor the lease, which the
+new owner has.
+"""
 
 
 class RedisJournal:
@@ -52,45 +74,14 @@ class RedisJournal:
         return took is not None, News(_entries(entries), is_leased=True)
 
     async def append(self, appends: Sequence[Append]) -> list[Appended]:
-        answers = await self._execute(
-            [
-                command
-                for append in appends
-                for command in (
-                    self._xadd(append),
-                    ("PEXPIRE", _log(append.scope), self._retention_millis),
-                    self._lease_command(append),
-                )
-            ]
-        )
-        return [
-            await self._outcome(append, answer)
-            for append, answer in zip(appends, answers[::3], strict=True)
-        ]
+        answers = await self._execute([self._append_command(append) for append in appends])
+        return [Appended(answer.decode()) for answer in answers]
 
-    def _xadd(self, append: Append) -> tuple[Any, ...]:
-        options = () if append.begins else ("NOMKSTREAM",)
-        entry = (_id(append.position), _FIELD, append.value)
-        return ("XADD", _log(append.scope), *options, *entry)
-
-    def _lease_command(self, append: Append) -> tuple[Any, ...]:
-        if append.keeps_lease:
-            return ("SET", _lease(append.scope), self._gateway, "PX", self._lease_millis)
-        return ("DEL", _lease(append.scope))
-
-    async def _outcome(self, append: Append, answer: Any) -> Appended:
-        if answer is None:
-            return Appended.LOST
-        if not isinstance(answer, Exception) or await self._is_last(append):
-            return Appended.DONE
-        return Appended.FENCED
-
-    async def _is_last(self, append: Append) -> bool:
-        """Whether the log ends with exactly this entry. If so, an earlier call has appended the
-        entry, although that call seemed to fail.
-        """
-        [found] = await self._execute([("XREVRANGE", _log(append.scope), "+", "-", "COUNT", 1)])
-        return _entries(found) == [(append.position, append.value)]
+    def _append_command(self, append: Append) -> tuple[Any, ...]:
+        keys = (_log(append.scope), _lease(append.scope))
+        entry = (_id(append.position), append.value, int(append.begins))
+        lease = (self._lease_millis if append.keeps_lease else 0, self._gateway)
+        return ("EVAL", _APPEND, len(keys), *keys, *entry, self._retention_millis, *lease)
 
     async def read(self, places: Sequence[tuple[str, Position]]) -> list[News]:
         commands: list[tuple[Any, ...]] = []
@@ -110,14 +101,12 @@ class RedisJournal:
         await self._execute([("DEL", _log(scope), _lease(scope)) for scope in scopes])
 
     async def _execute(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Returns Redis' answers to the commands in order, with an exception as the answer to an
-        XADD whose id is too low. Raises RedisUnavailable for any other error.
-        """
+        """Returns Redis' answers to the commands in order. Raises RedisUnavailable for an error."""
         if not commands:
             return []
         answers = await self._redis.pipeline(commands, CALL_SECONDS, raise_on_error=False)
         for answer in answers:
-            if isinstance(answer, Exception) and _NOT_ABOVE not in str(answer):
+            if isinstance(answer, Exception):
                 raise RedisUnavailable(f"Redis at {self._redis.name}: {answer}") from answer
         return answers
 

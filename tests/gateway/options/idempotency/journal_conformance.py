@@ -86,6 +86,20 @@ class JournalConformance:
             *(Position(2, 0), Position(2, 1)),
         ]
 
+    async def test_a_former_owner_neither_releases_nor_renews_the_lease(
+        self, journals: Journals
+    ):
+        ours, theirs = journals
+        await ours.open("s")
+        await append(ours, entry(0))
+        await append(theirs, entry(0, fence=2))
+        last = Append("s", Position(1, 1), b"", keeps_lease=False)
+        assert await append(ours, last) == [Appended.FENCED]
+        assert (await theirs.read([("s", FIRST)]))[0].is_leased
+        await theirs.release("s")
+        assert await append(ours, entry(1)) == [Appended.FENCED]
+        assert not (await theirs.read([("s", FIRST)]))[0].is_leased
+
     async def test_of_two_that_append_at_one_position_one_is_fenced(self, journals: Journals):
         outcomes = await asyncio.gather(
             *(append(journal, entry(0, value=bytes([n]))) for n, journal in enumerate(journals))

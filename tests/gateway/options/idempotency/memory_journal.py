@@ -83,19 +83,20 @@ class MemoryJournal:
     def _append(self, append: Append) -> Appended:
         shared = self.shared
         log = shared.log(append.scope)
-        if append.keeps_lease:
-            shared.lease(append.scope)
-        else:
-            shared.lease_ends.pop(append.scope, None)
         if log is None:
             if not append.begins:
                 return Appended.LOST
             log = shared.logs[append.scope] = []
         entry = (append.position, append.value)
-        if log and append.position <= log[-1][0]:
-            return Appended.DONE if log[-1] == entry else Appended.FENCED
-        log.append(entry)
+        if not log or append.position > log[-1][0]:
+            log.append(entry)
+        elif log[-1] != entry:
+            return Appended.FENCED
         shared.log_ends[append.scope] = shared.time() + shared.retention_seconds
+        if append.keeps_lease:
+            shared.lease(append.scope)
+        else:
+            shared.lease_ends.pop(append.scope, None)
         return Appended.DONE
 
     def _check(self) -> None:

@@ -75,7 +75,9 @@ class Journal(Protocol):
         """
 
     async def append(self, appends: Sequence[Append]) -> list[Appended]:
-        """Appends one entry to each of several logs, and renews or releases their leases."""
+        """Appends one entry to each of several logs, and renews or releases the lease of each log
+        whose outcome is DONE. Each append is atomic.
+        """
 
     async def read(self, places: Sequence[tuple[str, Position]]) -> list[News]:
         """Reads several logs. `places` has the scope of each log, and the position after which
