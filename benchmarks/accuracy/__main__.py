@@ -39,6 +39,7 @@ from benchmarks.common.models import find_model
 from benchmarks.common.processes import environment
 from benchmarks.common.runs import run_measurement
 from benchmarks.common.tables import table_text
+from services.cli.profile.command import cost_lines
 from services.cli.replay.log_file import StepLogFile
 from services.cli.replay.log_replay import LogReplay
 from services.cli.settings import UpSettings
@@ -180,7 +181,7 @@ class Benchmark:
         lines = path.read_text().splitlines()
         return [line[2:] for line in lines if line.startswith(("# decode:", "# mixed:"))]
 
-    async def _fit_serving(self) -> dict[str, float]:
+    async def _fit_serving(self) -> dict[str, Any]:
         """Fits the serving costs. Returns them, and the median errors with and without them."""
         capacity, found = self._capacity(), []
         for load in FITTED_LOADS:
@@ -189,7 +190,7 @@ class Benchmark:
             found += self._decodings(run, step_log)
         self._serving = fit_serving(found)
         return {
-            **asdict(self._serving),
+            "costs": asdict(self._serving),
             "num_answers": len(found),
             "median_error": median_error(found, self._serving),
             "median_error_without": median_error(found, NO_SERVING),
@@ -298,9 +299,8 @@ async def measure(options: argparse.Namespace, command: str) -> dict[str, Any]:
 def report(result: dict[str, Any]) -> None:
     rows, serving = result["rows"], result["serving"]
     show(f"{result['model']}: held-out steps: {'; '.join(result['held_out_steps'])}.")
+    show("\n".join(["[serving]", *cost_lines(serving["costs"])]))
     show(
-        "[serving]\nseconds = {seconds:.4g}\nseconds_per_token = {seconds_per_token:.4g}\n"
-        "seconds_per_new_request = {seconds_per_new_request:.4g}\n\n"
         "Fitted to {num_answers} answers. Median error of the times from first to last token: "
         "{median_error:.1%}, and {median_error_without:.1%} without these costs.".format(**serving)
     )

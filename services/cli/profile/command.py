@@ -3,10 +3,10 @@
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from services.cli.errors import CommandError, CommandParser
 from services.common.errors import StepwellError
@@ -100,11 +100,18 @@ def profile_text(fit: "Fit", described: "WorkerDescription") -> str:
         f"kv_cache_memory_bytes = {memory:_}",
     ]
     for kind, costs in {"mixed": fit.times.mixed, "decode": fit.times.decode}.items():
-        *linear, (_, curve) = asdict(costs).items()
-        lines += ["", f"[{kind}]", *(f"{name} = {value:.4g}" for name, value in linear if value)]
-        points = ", ".join(f"[{place}, {value:.4g}]" for place, value in curve)
-        lines.append(f"seconds_by_tokens = [{points}]")
+        lines += ["", f"[{kind}]", *cost_lines(asdict(costs))]
     return "\n".join(lines) + "\n"
+
+
+def cost_lines(costs: Mapping[str, Any]) -> Iterator[str]:
+    """Formats the fields of StepCosts or ServingCosts for a profile, without those that are 0."""
+    for name, value in costs.items():
+        if isinstance(value, tuple):
+            points = ", ".join(f"[{place}, {seconds:.4g}]" for place, seconds in value)
+            yield f"{name} = [{points}]"
+        elif value:
+            yield f"{name} = {value:.4g}"
 
 
 def _errors(errors: "Errors") -> str:

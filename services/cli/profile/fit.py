@@ -108,9 +108,15 @@ def _features(measured: Measurement, places: Sequence[int]) -> list[float]:
     """
     one = measured
     contexts = num_contexts(one.num_scheduled_tokens, one.num_computed_tokens)
+    return [*contexts, len(one.num_scheduled_tokens), *curve_factors(places, one.num_tokens)]
+
+
+def curve_factors(places: Sequence[int], place: int) -> list[float]:
+    """For each point of a curve at `places`, the factor of its value in the curve's value at
+    `place`.
+    """
     units = np.eye(len(places)).tolist()
-    shares = [curve_value(tuple(zip(places, unit, strict=True)), one.num_tokens) for unit in units]
-    return [*contexts, len(one.num_scheduled_tokens), *shares]
+    return [curve_value(tuple(zip(places, unit, strict=True)), place) for unit in units]
 
 
 def least_squares(rows: Float64Array, targets: Float64Array) -> Float64Array:

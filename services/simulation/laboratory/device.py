@@ -14,13 +14,13 @@ class Device:
     """
 
     def __init__(self, times: StepTimes, serving: ServingCosts) -> None:
-        self.times = times.served(serving)
-        self._per_new_request = serving.seconds_per_new_request
+        self._times = times
+        self._serving = serving
 
     def seconds(self, plan: SchedulerOutput) -> float:
         """The time of a step in seconds. 0 for a step without requests."""
         num_requests, starts = len(plan.requests), plan.num_computed_tokens
-        new_requests = self._per_new_request * len(plan.new)
+        new_requests = self._serving.seconds_per_new_request * len(plan.new)
         if plan.num_tokens == num_requests:
             return new_requests + self.decode_seconds(num_requests, sum(starts) + num_requests)
         return new_requests + self._mixed_seconds(plan.num_scheduled_tokens, starts)
@@ -51,7 +51,7 @@ class Device:
         """The time of a request that is alone on the device. The first `num_cached` tokens of its
         prompt are cached.
         """
-        seconds, start = self._per_new_request, min(num_cached, num_prompt - 1)
+        seconds, start = self._serving.seconds_per_new_request, min(num_cached, num_prompt - 1)
         while start < num_prompt:
             count = min(budget, num_prompt - start)
             seconds += (
@@ -67,7 +67,7 @@ class Device:
 
     def seconds_per_prompt_token(self, budget: int) -> float:
         """The time that a prompt token adds to a step, on average over `budget` tokens."""
-        more = partial(self.times.mixed.without_contexts, num_requests=1)
+        more = partial(self._times.mixed.without_contexts, num_requests=1)
         return (more(budget) - more(1)) / max(1, budget - 1)
 
     def seconds_per_decode(self, most: int) -> float:
@@ -76,8 +76,9 @@ class Device:
 
     def _decode_costs(self, num_requests: int) -> tuple[float, float]:
         """Returns a decode step's fixed time, and its time for each token of the contexts."""
-        costs = self.times.decode
-        return costs.without_contexts(num_requests, num_requests), costs.seconds_per_decoded_context
+        costs = self._times.decode
+        fixed = costs.without_contexts(num_requests, num_requests)
+        return fixed + self._serving.of_step(num_requests), costs.seconds_per_decoded_context
 
     def _mixed_seconds(self, counts: Sequence[int], starts: Sequence[int]) -> float:
         num_tokens = new_context = decoded_context = 0
@@ -87,9 +88,10 @@ class Device:
                 decoded_context += start + 1
             else:
                 new_context += count * start + count * (count + 1) // 2
-        costs = self.times.costs(num_tokens, len(counts))
+        costs = self._times.costs(num_tokens, len(counts))
         return (
             costs.without_contexts(num_tokens, len(counts))
+            + self._serving.of_step(len(counts))
             + costs.seconds_per_new_context * new_context
             + costs.seconds_per_decoded_context * decoded_context
         )

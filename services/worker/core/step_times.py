@@ -7,7 +7,7 @@ The coefficients are in profiles of the simulated device. `stepwell profile` fit
 """
 
 from bisect import bisect_left
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from services.worker.backends.arrays import Int32Array
 
@@ -37,7 +37,7 @@ class StepCosts:
 
 
 def curve_value(points: tuple[tuple[int, float], ...], place: int) -> float:
-    """The value of a curve at a number of tokens. See StepCosts.seconds_by_tokens."""
+    """The value of a curve at a number of tokens or requests. See StepCosts.seconds_by_tokens."""
     if len(points) < 2:
         return points[0][1] if points else 0.0
     after = min(max(bisect_left(points, (place,)), 1), len(points) - 1)
@@ -51,12 +51,16 @@ class ServingCosts:
     processors. A simulation that does not run them adds it.
     """
 
-    seconds: float = 0.0
-    """Time for each step."""
-    seconds_per_token: float = 0.0
-    """Time for each request in a step, because most requests get one token in a step."""
+    seconds_by_requests: tuple[tuple[int, float], ...] = ()
+    """A curve like StepCosts.seconds_by_tokens: pairs of the number of requests in a step, and the
+    time that such a step becomes longer.
+    """
     seconds_per_new_request: float = 0.0
     """Time for each request that a step admits for the first time."""
+
+    def of_step(self, num_requests: int) -> float:
+        """The time that is added to a step, without the part for new requests."""
+        return curve_value(self.seconds_by_requests, num_requests)
 
 
 NO_SERVING = ServingCosts()
@@ -71,18 +75,6 @@ class StepTimes:
 
     def costs(self, num_tokens: int, num_requests: int) -> StepCosts:
         return self.decode if num_tokens == num_requests else self.mixed
-
-    def served(self, serving: ServingCosts) -> "StepTimes":
-        """Returns these times plus the serving costs, without the costs of new requests."""
-
-        def more(costs: StepCosts) -> StepCosts:
-            return replace(
-                costs,
-                seconds=costs.seconds + serving.seconds,
-                seconds_per_request=costs.seconds_per_request + serving.seconds_per_token,
-            )
-
-        return StepTimes(more(self.decode), more(self.mixed))
 
     def seconds(self, num_scheduled_tokens: Int32Array, num_computed_tokens: Int32Array) -> float:
         """The time of a step, given its requests' numbers of scheduled and computed tokens."""

@@ -23,7 +23,7 @@ DRAFT_ACCEPTANCE_RATE = 0.7
 _DEFAULT_UTILIZATION = 0.9
 _ANSWERS = ("mean_output_tokens", "draft_acceptance_rate")
 """Keys that every profile may have. They describe the outputs of the simulated model."""
-_CURVE = "seconds_by_tokens"
+_CURVE, _SERVING_CURVE = "seconds_by_tokens", "seconds_by_requests"
 _LOADED = "seconds_per_loaded_token"
 _TOO_MUCH = 1e18
 _PROFILES = files("services.worker.profiles")
@@ -179,7 +179,9 @@ def _parse(table: dict[str, Any]) -> Profile:
     draft = _step_costs(table, "draft") if "draft" in table else None
     serving = NO_SERVING
     if "serving" in table:
-        serving = _read(ServingCosts, _pop_table(table, "serving"), "serving")
+        own = _pop_table(table, "serving")
+        curve = _pop_curve(own, "serving", _SERVING_CURVE)
+        serving = replace(_read(ServingCosts, own, "serving"), seconds_by_requests=curve)
     others = {"kv_cache_memory_bytes": table.pop("kv_cache_memory_bytes", None)}
     if _LOADED in table:
         others[_LOADED] = table.pop(_LOADED)
@@ -190,10 +192,15 @@ def _parse(table: dict[str, Any]) -> Profile:
 
 def _step_costs(table: dict[str, Any], key: str) -> StepCosts:
     own = _pop_table(table, key)
-    points = own.pop(_CURVE, [])
+    curve = _pop_curve(own, key, _CURVE)
     costs = _read(StepCosts, own, key)
-    if not own and not points:
+    if not own and not curve:
         raise ValueError(f"must have {key}.seconds or {key}.{_CURVE}")
+    return replace(costs, seconds_by_tokens=curve)
+
+
+def _pop_curve(table: dict[str, Any], key: str, name: str) -> tuple[tuple[int, float], ...]:
+    points = table.pop(name, [])
     try:
         curve = tuple((int(place), float(seconds)) for place, seconds in points)
     except (TypeError, ValueError):
@@ -202,10 +209,10 @@ def _step_costs(table: dict[str, Any], key: str) -> StepCosts:
     is_rising = all(one < other for one, other in pairwise(places))
     if not is_rising or not all(0 <= seconds < _TOO_MUCH for _, seconds in curve):
         raise ValueError(
-            f"must have {key}.{_CURVE} as pairs of a number of tokens and a time in seconds, with "
-            "ascending numbers"
+            f"must have {key}.{name} as pairs of a number of {name.rpartition('_')[2]} and a time "
+            "in seconds, with ascending numbers"
         )
-    return replace(costs, seconds_by_tokens=curve)
+    return curve
 
 
 def _pop_table(table: dict[str, Any], key: str) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from services.worker.core.step_times import NO_SERVING, ServingCosts, StepCosts,
 
 CONVERSATIONS = Conversations(max_model_len=1024).arriving(200, 5.0, seed=1)
 TIMES = StepTimes(StepCosts(seconds=0.002), StepCosts(seconds=0.003, seconds_per_token=1e-4))
-SERVING = ServingCosts(seconds=5e-4, seconds_per_token=2e-4, seconds_per_new_request=1e-3)
+CURVE = (1, 7e-4), (2, 8e-4), (3, 1.2e-3)
+SERVING = ServingCosts(seconds_by_requests=CURVE, seconds_per_new_request=1e-3)
 
 
 def test_conversations_fit_the_model_and_have_turns() -> None:
@@ -84,18 +85,22 @@ def test_the_costs_of_serving_are_found() -> None:
         new = [key for key in keys if begins[key] == step]
         lines += logged(step, {key: 20 if key in new else 1 for key in keys}, new)
         device = 0.002 if not new else 0.003 + 1e-4 * (20 * len(new) + len(keys) - len(new))
-        seconds.append(device + 5e-4 + 2e-4 * len(keys) + 1e-3 * len(new))
+        seconds.append(device + dict(CURVE)[len(keys)] + 1e-3 * len(new))
     answered = [
         Answered((key,), [], 0, 0.0, sum(seconds[: begins[key] + 1]), sum(seconds[: ends[key] + 1]))
         for key in begins
     ]
     found = decodings(lines, answered, TIMES)
-    assert [one.num_steps for one in found] == [7, 2, 2, 4]
+    assert [one.num_steps.tolist() for one in found] == [
+        [0, 1, 3, 3],
+        [0, 0, 1, 1],
+        [0, 0, 0, 2],
+        [0, 2, 1, 1],
+    ]
     assert median_error(found, SERVING) == pytest.approx(0)
     assert total_error(found, SERVING) == pytest.approx(0)
     assert median_error(found, NO_SERVING) > 0.1
     assert total_error(found, NO_SERVING) < -0.1
     fitted = fit_serving(found)
-    assert fitted.seconds == pytest.approx(SERVING.seconds)
-    assert fitted.seconds_per_token == pytest.approx(SERVING.seconds_per_token)
+    assert dict(fitted.seconds_by_requests) == pytest.approx(dict(CURVE))
     assert fitted.seconds_per_new_request == pytest.approx(SERVING.seconds_per_new_request)

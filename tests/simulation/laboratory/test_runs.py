@@ -32,7 +32,7 @@ def test_a_program_of_two_turns_takes_its_steps_and_its_pause() -> None:
 
 
 def test_serving_costs_make_steps_and_new_requests_longer() -> None:
-    serving = ServingCosts(seconds=0.5, seconds_per_token=0.25, seconds_per_new_request=2.0)
+    serving = ServingCosts(seconds_by_requests=((1, 0.75), (2, 9.0)), seconds_per_new_request=2.0)
     costly = replace(setup(), serving=serving)
     for is_skipping in True, False:
         run = simulate(replace(costly, may_skip=is_skipping), [program(1, 0.0, (60, 9, 0.0))])

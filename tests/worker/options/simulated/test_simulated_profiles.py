@@ -74,20 +74,18 @@ def test_times_by_tokens_are_a_curve(
     assert times.seconds(ints(9), ints(0)) == expected[-1]
 
 
-def test_serving_costs_are_added_to_both_kinds_of_steps() -> None:
-    served = TIMES.served(ServingCosts(seconds=100, seconds_per_token=10))
-    for counts in ints(1, 1), ints(2, 1):
-        more = served.seconds(counts, ints(3, 4)) - TIMES.seconds(counts, ints(3, 4))
-        assert more == 100 + 2 * 10
-
-
 def test_a_profile_may_have_serving_costs_which_its_device_ignores(tmp_path: Path) -> None:
     text = "kv_cache_memory_bytes = 1\n[mixed]\nseconds = 1\n"
     profile = read_profile(
-        save_profile(tmp_path, f"{text}[serving]\nseconds = 2\nseconds_per_new_request = 3")
+        save_profile(
+            tmp_path,
+            f"{text}[serving]\nseconds_by_requests = [[1, 2], [4, 5]]\nseconds_per_new_request = 3",
+        )
     )
     assert isinstance(profile, MeasuredProfile)
-    assert profile.serving == ServingCosts(seconds=2, seconds_per_new_request=3)
+    assert profile.serving == ServingCosts(
+        seconds_by_requests=((1, 2.0), (4, 5.0)), seconds_per_new_request=3
+    )
     assert profile.step_times(SIZE).seconds(ints(1), ints(0)) == 1
     assert read_profile(save_profile(tmp_path, text)).serving == NO_SERVING  # type: ignore[union-attr]
 
@@ -98,7 +96,6 @@ def test_a_profile_may_have_a_curve(tmp_path: Path) -> None:
     assert isinstance(profile, MeasuredProfile)
     assert profile.times.mixed == profile.times.decode
     assert profile.times.mixed.seconds_by_tokens == ((1, 5.0), (3, 9.5))
-    assert profile.times.served(ServingCosts(seconds=1)).seconds(ints(1), ints(0)) == 6
 
 
 def test_steps_of_single_tokens_have_their_own_costs() -> None:
@@ -268,6 +265,10 @@ def test_a_large_model_on_a_large_gpu(tmp_path: Path) -> None:
         ("[mixed]\nseconds_by_tokens = [[0, 1]]", "as pairs of a number of tokens and a time"),
         ("[mixed]\nseconds_by_tokens = [[4, -1]]", "as pairs of a number of tokens and a time"),
         ("[mixed]\nseconds_by_tokens = [4]", "mixed.seconds_by_tokens as pairs"),
+        (
+            "[mixed]\nseconds = 1\n[serving]\nseconds_by_requests = [[2, 1], [1, 1]]",
+            "serving.seconds_by_requests as pairs of a number of requests",
+        ),
         (
             "[mixed]\nsecond = 1",
             r"has the unknown key mixed.second; known are seconds, seconds_by_",
