@@ -86,9 +86,7 @@ class JournalConformance:
             *(Position(2, 0), Position(2, 1)),
         ]
 
-    async def test_a_former_owner_neither_releases_nor_renews_the_lease(
-        self, journals: Journals
-    ):
+    async def test_a_former_owner_neither_releases_nor_renews_the_lease(self, journals: Journals):
         ours, theirs = journals
         await ours.open("s")
         await append(ours, entry(0))
