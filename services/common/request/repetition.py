@@ -46,25 +46,47 @@ class RepetitionDetection:
             raise _invalid("min_count", f"is {self.min_count}, not in [2, {MAX_COUNT}]")
 
     def found_at_end(self, token_ids: Sequence[int], start: int) -> bool:
-        """Whether the tokens from `start` on end with a repetition that this rule detects."""
-        num_output = len(token_ids) - start
-        longest = min(self.max_pattern_size, num_output // self.min_count)
-        return any(
-            token_ids[-1] == token_ids[-1 - size] and self._repeats(token_ids, size)
-            for size in range(self.min_pattern_size, longest + 1)
-        )
+        """Whether the tokens from `start` on end with a repetition that this rule detects.
 
-    def _repeats(self, token_ids: Sequence[int], size: int) -> bool:
-        """Whether the tokens end with `min_count` repetitions of a pattern of `size` tokens. Then
-        each token of the repetitions after the first one equals the token `size` positions before.
-        Increasingly long parts at the end are compared until the first difference.
+        In a long run of equal tokens, most pattern sizes fail at the same token, the one before the
+        run. Therefore the two tokens that differed for the last size are compared first.
         """
-        end, wanted, length = len(token_ids), size * (self.min_count - 1), 1
-        while length < wanted:
-            length = min(8 * length, wanted)
-            if token_ids[end - length :] != token_ids[end - length - size : end - size]:
-                return False
-        return True
+        end = len(token_ids)
+        longest = min(self.max_pattern_size, (end - start) // self.min_count)
+        earlier, later = end, end - 1
+        for size in range(self.min_pattern_size, longest + 1):
+            if token_ids[later] != token_ids[later - size]:
+                continue
+            if earlier + size < end and token_ids[earlier] != token_ids[earlier + size]:
+                continue
+            differs_at = _difference(token_ids, size, size * (self.min_count - 1))
+            if differs_at is None:
+                return True
+            earlier, later = differs_at - size, differs_at
+        return False
+
+
+def _difference(token_ids: Sequence[int], size: int, num_tokens: int) -> int | None:
+    """The last index, among those of the last `num_tokens` tokens, at which the token differs from
+    the token `size` positions before. None if all are equal: the tokens repeat a pattern of `size`
+    tokens. Increasingly long parts at the end are compared until the first difference.
+    """
+    begin = end = len(token_ids)
+    length = 1
+    while begin > end - num_tokens:
+        length = min(8 * length, num_tokens)
+        part, before = (
+            token_ids[end - length : begin],
+            token_ids[end - length - size : begin - size],
+        )
+        if part != before:
+            return next(
+                index
+                for index in range(begin - 1, end - length - 1, -1)
+                if token_ids[index] != token_ids[index - size]
+            )
+        begin = end - length
+    return None
 
 
 def _invalid(field: str, problem: str) -> InvalidArgument:

@@ -1,5 +1,7 @@
 """Repetition detection: a request ends when its output repeats a pattern too often."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -108,3 +110,22 @@ def test_what_describes_no_repetition_is_refused_by_name(
 def test_the_bounds_themselves_are_taken() -> None:
     RepetitionDetection(MAX_PATTERN_SIZE, MAX_PATTERN_SIZE, 2).validate()
     RepetitionDetection(1, 1, 2**31 - 1).validate()
+
+
+@pytest.mark.parametrize(
+    ("shortest", "min_count", "run"), [(300, 4, 890), (512, 2, 1023), (2, 100, 199)]
+)
+def test_a_run_that_is_too_short_is_compared_once_and_not_for_each_size(
+    shortest: int, min_count: int, run: int
+) -> None:
+    class Counted(list[int]):
+        num_compared = 0
+
+        def __getitem__(self, at: Any) -> Any:
+            found = super().__getitem__(at)
+            Counted.num_compared += len(found) if isinstance(at, slice) else 1
+            return found
+
+    tokens = Counted([*[1, 2, 3, 4, 6] * 1000, *[5] * run])
+    assert not RepetitionDetection(MAX_PATTERN_SIZE, shortest, min_count).found_at_end(tokens, 0)
+    assert Counted.num_compared < 12 * MAX_PATTERN_SIZE
