@@ -13,14 +13,16 @@ import openai
 import pytest
 from stepwell.gateway.v1 import gateway_pb2
 
-from services.common.keys.api_keys import TenantRecord, key_id_of
+from services.common.keys.api_keys import TenantRecord, key_id_of, new_key
 from services.common.process.settings import FileItems, SettingError
+from services.common.redis.connection import RedisConnection
 from services.common.rpc.status import from_rpc_error
 from services.gateway.options.tenants.keys.file_keys import FileKeys
+from services.gateway.options.tenants.keys.redis_keys import RedisKeys
 from tests.gateway.fake_scheduler import FakeScheduler
 from tests.gateway.keyring import FileKeyring, Keyring, RedisKeyring, bearer
 from tests.gateway.serving import DEADLINE_SECONDS, Serving, serving, until
-from tests.redis_servers import needs_redis, redis_server
+from tests.redis_servers import RedisServer, needs_redis, redis_server
 
 ACME, OTHER = TenantRecord("acme"), TenantRecord("other")
 BODY = {"prompt": "the", "max_tokens": 2}
@@ -275,6 +277,25 @@ async def test_without_redis_known_keys_serve_and_unknown_ones_are_asked_to_come
             await becomes(served, made_again, 200)
             await becomes(served, known, 401)
         await ring.redis.close()
+
+
+@needs_redis
+async def test_new_keys_serve_while_many_clients_send_new_and_unknown_keys(
+    shared_redis: RedisServer,
+) -> None:
+    shared_redis.ask("FLUSHALL")
+    ring = RedisKeyring(shared_redis.url)
+    made = [str(key_id_of(await ring.add(ACME))) for _ in range(100)]
+    unknown = [new_key()[1] for _ in range(400)]
+    keys = RedisKeys(RedisConnection(shared_redis.url), cache_seconds=60.0, share_cache=False)
+    following = asyncio.create_task(keys.run())
+    found = await asyncio.gather(*(keys.find(key_id) for key_id in [*unknown, *made, *made]))
+    assert found[:400] == [None] * 400
+    assert [known and known.record.key_id for known in found[400:]] == made * 2
+    assert [keys.known(key_id) for key_id in made] == found[-100:]
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    await ring.redis.close()
 
 
 async def _key_made_elsewhere(tmp_path: Path) -> str:

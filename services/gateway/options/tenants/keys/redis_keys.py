@@ -1,6 +1,7 @@
 """API keys in Redis. Keys that clients have used are cached in memory.
 
-1. The look-up of a key that is not in memory takes at most LOOK_UP_SECONDS.
+1. Keys that are not in memory are looked up together, with one call at a time, which takes at most
+   LOOK_UP_SECONDS. So the number of clients with new or wrong keys is not limited.
 2. Every REFRESH_SECONDS, the version number of the keys in Redis is read. If it has changed, the
    keys in memory are read again. So a key is refused at most REFRESH_SECONDS after it was revoked.
 3. While Redis is unreachable, or after it has lost its data, keys in memory are accepted for
@@ -10,7 +11,7 @@
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from services.common.errors import Unavailable
 from services.common.keys.book_redis import LookUp, look_up
@@ -21,7 +22,6 @@ from services.gateway.options.tenants.keys.store import KnownKey
 LOOK_UP_SECONDS = 0.3
 REFRESH_SECONDS = 1.0
 _LOST_SECONDS = 0.25
-_MAX_LOOK_UPS = 64
 _MAX_KEYS = 65_536
 _KEYS_PER_CALL = 256
 
@@ -40,28 +40,44 @@ class RedisKeys:
         """The version number of the keys in memory, or None if the keys must be read again."""
         self._contact_at = asyncio.get_running_loop().time()
         self._is_lost = False
-        self._num_look_ups = 0
+        self._calling = asyncio.Lock()
+        """Locked while keys are read from Redis, so that no older record replaces a newer one."""
+        self._next: set[str] = set()
+        """The ids of the keys that the next call looks up."""
+        self._look_up: asyncio.Task[Mapping[str, KnownKey] | None] | None = None
+        """The task that looks up the keys in `_next`."""
 
     def known(self, key_id: str) -> KnownKey | None:
         return self._keys.get(key_id)
 
     async def find(self, key_id: str) -> KnownKey | None:
-        if self._is_lost or self._num_look_ups >= _MAX_LOOK_UPS:
+        if self._is_lost:
             raise _keys_unavailable()
-        self._num_look_ups += 1
-        try:
-            answer = await look_up(self._redis, (key_id,), LOOK_UP_SECONDS)
-        except RedisUnavailable as error:
-            self._lost(str(error))
-            raise _keys_unavailable() from error
-        finally:
-            self._num_look_ups -= 1
-        if not answer.version and self._keys:
+        if not self._next:
+            self._look_up = asyncio.create_task(self._look_up_next())
+        self._next.add(key_id)
+        assert self._look_up is not None
+        found = await asyncio.shield(self._look_up)
+        if found is None:
             raise _keys_unavailable()
-        if answer.version != self._version:
-            self._version = None  # The keys in memory may be outdated.
-        self._take(answer, (key_id,))
-        return self._keys.get(key_id)
+        return found.get(key_id)
+
+    async def _look_up_next(self) -> Mapping[str, KnownKey] | None:
+        """Looks up the keys in `_next`. Returns those that exist, or None if Redis fails."""
+        async with self._calling:
+            key_ids, self._next = self._next, set()
+            if self._is_lost:
+                return None
+            try:
+                answer = await look_up(self._redis, tuple(key_ids), LOOK_UP_SECONDS)
+            except RedisUnavailable as error:
+                self._lost(str(error))
+                return None
+            if not answer.version and self._keys:
+                return None
+            if answer.version != self._version:
+                self._version = None  # The keys in memory may be outdated.
+            return self._take(answer, key_ids)
 
     async def require_usable(self) -> None:
         await self._redis.require_usable()
@@ -71,7 +87,8 @@ class RedisKeys:
             while True:
                 await asyncio.sleep(_LOST_SECONDS if self._is_lost else REFRESH_SECONDS)
                 try:
-                    await self._refresh()
+                    async with self._calling:
+                        await self._refresh()
                 except RedisUnavailable as error:
                     self._lost(str(error))
                 if asyncio.get_running_loop().time() > self._contact_at + self._cache_seconds:
@@ -96,13 +113,18 @@ class RedisKeys:
         self._is_lost = False
         self._contact_at = asyncio.get_running_loop().time()
 
-    def _take(self, answer: LookUp, key_ids: Iterable[str]) -> None:
+    def _take(self, answer: LookUp, key_ids: Iterable[str]) -> Mapping[str, KnownKey]:
+        """Replaces keys in memory. Returns those that exist."""
+        found = {
+            key_id: KnownKey.of(*records, share_cache=self._share_cache)
+            for key_id, records in answer.found.items()
+        }
         for key_id in key_ids:
             self._keys.pop(key_id, None)
-            if (found := answer.found.get(key_id)) is not None:
-                self._keys[key_id] = KnownKey.of(*found, share_cache=self._share_cache)
+        self._keys.update(found)
         if answer.damaged:
             logger.error("%d records of API keys in Redis are damaged", answer.damaged)
+        return found
 
     def _lost(self, why: str) -> None:
         if not self._is_lost:
