@@ -2,9 +2,11 @@
 disconnections, after which all blocks of the session's requests are free.
 """
 
+import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
+import grpc
 import pytest
 from stepwell.common.v1 import common_pb2
 from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
@@ -12,6 +14,7 @@ from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.common.errors import FailedPrecondition, InvalidArgument
 from services.common.pool.block_hash import pack_token_ids
 from services.common.rpc.channel import open_channel
+from services.scheduler.adapters.gateways import servicer
 from tests.scheduler.fake_worker import BLOCK_SIZE, EOS, FakeWorker
 from tests.scheduler.paged_model import VOCAB_SIZE, continuation
 from tests.scheduler.serving_replica import (
@@ -243,6 +246,26 @@ async def test_a_session_begins_with_open_and_opens_once(replica: Replica) -> No
     await twice.say(open=scheduler_pb2.OpenSession())
     await twice.until_ended()
     assert isinstance(twice.error, InvalidArgument)
+
+
+@pytest.mark.parametrize("connect", [open_channel, grpc.aio.insecure_channel])
+async def test_a_stream_on_which_nothing_arrives_ends(
+    replica: Replica, connect: Callable[[str], grpc.aio.Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise it would stay open for ever, and delay the end of the process."""
+    monkeypatch.setattr(servicer, "OPEN_SECONDS", 0.1)
+    async with connect(replica.address) as channel:
+        silent = Gateway(scheduler_pb2_grpc.SchedulerStub(channel))
+        await silent.until_ended()
+        assert isinstance(silent.error, InvalidArgument)
+        assert silent.error.field == "open"
+        assert "did not arrive within 0.1 s" in silent.error.message
+        slow = Gateway(scheduler_pb2_grpc.SchedulerStub(channel))
+        await slow.open()
+        await asyncio.sleep(0.2)
+        await slow.add(1, prompt(5))
+        await slow.finish(1)
+        await slow.close()
 
 
 async def test_a_gateway_of_another_protocol_is_refused_with_both_versions(

@@ -24,6 +24,8 @@ from services.scheduler.core.engine.engine_core import EngineCore
 
 MAX_RUNNING_REQUESTS = 64
 """Limit on the number of running requests whose spans a call may request."""
+OPEN_SECONDS = 10.0
+"""Time within which the first message of a session must arrive. A gateway sends it at once."""
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +48,12 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     async def Session(
         self, request_iterator: AsyncIterator[scheduler_pb2.SessionRequest], context: Context
     ) -> AsyncIterator[scheduler_pb2.SessionResponse]:
-        first = await anext(request_iterator, None)
+        try:
+            async with asyncio.timeout(OPEN_SECONDS):
+                first = await anext(request_iterator, None)
+        except TimeoutError as error:
+            problem = f"the first message of a session did not arrive within {OPEN_SECONDS:g} s"
+            raise InvalidArgument(problem, field="open") from error
         if first is None or first.WhichOneof("message") != "open":
             raise InvalidArgument("the first message of a session must be open", field="open")
         require_same_protocol("the gateway", first.open.release, "scheduler")
