@@ -11,7 +11,7 @@ import httpx
 
 from services.common.keys.api_keys import KeyRecord, TenantRecord, key_id_of, new_key
 from services.common.keys.book_file import change_book, read_book
-from services.common.keys.book_redis import change_key
+from services.common.keys.book_redis import change_book as change_redis_book
 from services.common.keys.book_redis import read_book as read_redis_book
 from services.common.redis.connection import RedisConnection
 from tests.gateway.fake_scheduler import FakeScheduler
@@ -48,13 +48,15 @@ class RedisKeyring:
 
     async def add(self, tenant: TenantRecord, **fields: Any) -> str:
         key, record = make_key(tenant, **fields)
-        await change_key(self.redis, None, record, tenant, self._version())
+        await change_redis_book(
+            self.redis, lambda book: book.with_key(record, tenant), self._version
+        )
         return key
 
     async def revoke(self, key: str) -> None:
         record = (await read_redis_book(self.redis)).keys[str(key_id_of(key))]
         revoked = replace(record, revoked=int(time.time()))
-        await change_key(self.redis, record, revoked, None, self._version())
+        await change_redis_book(self.redis, lambda book: book.with_key(revoked), self._version)
 
     def _version(self) -> str:
         self._num_changes += 1

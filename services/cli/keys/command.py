@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import secrets
 import sys
 import time
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from services.cli.errors import CommandError, CommandParser
 from services.cli.keys.stores import FileStore, RedisStore, Store
 from services.cli.keys.table import as_json, key_rows, show
 from services.common.keys import api_keys
+from services.common.keys.book import KeyBook
 
 _SECONDS_PER_DAY = 86_400
 _LIMITS = {
@@ -93,16 +93,20 @@ def _create(store: Store, arguments: argparse.Namespace) -> None:
         raise CommandError(
             "--tenant must be given: 1 to 64 letters, digits, and ._@-", exit_status=2
         )
-    book = store.read()
-    tenant = _changed(
-        book.tenants.get(arguments.tenant) or api_keys.TenantRecord(arguments.tenant), arguments
-    )
+    limits = _limits(arguments)
     key, key_id, sha256 = api_keys.new_key()
     now = int(time.time())
     record = api_keys.KeyRecord(
-        key_id, sha256, tenant.tenant_id, now, _expiry(arguments, now), models=_models(arguments)
+        key_id, sha256, arguments.tenant, now, _expiry(arguments, now), models=_models(arguments)
     )
-    store.write(None, record, tenant, secrets.token_hex(8))
+    tenant = api_keys.TenantRecord(arguments.tenant)
+
+    def add(book: KeyBook) -> KeyBook:
+        nonlocal tenant
+        tenant = replace(book.tenant_of(record), **limits)
+        return book.with_key(record, tenant)
+
+    store.change(add)
     if arguments.json:
         print(json.dumps({"key": key, **as_json(record, tenant, now)}))
         return
@@ -113,7 +117,8 @@ def _create(store: Store, arguments: argparse.Namespace) -> None:
     )
 
 
-def _changed(tenant: api_keys.TenantRecord, arguments: argparse.Namespace) -> api_keys.TenantRecord:
+def _limits(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The limits that flags set, by the names of a tenant's fields."""
     given: dict[str, Any] = {
         name: getattr(arguments, name)
         for name in (*_LIMITS, "weight", "priority_ceiling", "max_retained_share")
@@ -122,10 +127,10 @@ def _changed(tenant: api_keys.TenantRecord, arguments: argparse.Namespace) -> ap
     for name in _LIMITS:
         if given.get(name) == 0:
             given[name] = None
-    changed = replace(tenant, **given)
-    if (complaint := api_keys.why_wrong(changed)) is not None:
+    tenant = api_keys.TenantRecord(arguments.tenant, **given)
+    if (complaint := api_keys.why_wrong(tenant)) is not None:
         raise CommandError(f"--{complaint.replace('_', '-')}", exit_status=2)
-    return changed
+    return given
 
 
 def _expiry(arguments: argparse.Namespace, now: int) -> int | None:
@@ -170,8 +175,8 @@ def _revoke(store: Store, arguments: argparse.Namespace) -> None:
         raise CommandError(f"there is no key with the id {key_id[:40]!r}")
     now = int(time.time())
     if record.revoked is None:
-        record, before = replace(record, revoked=now), record
-        store.write(before, record, None, secrets.token_hex(8))
+        record = replace(record, revoked=now)
+        store.change(lambda book: book.with_key(record))
     if arguments.json:
         print(json.dumps(as_json(record, store.read().tenant_of(record), now)))
     else:

@@ -1,13 +1,14 @@
 """The stores in which `stepwell keys` reads and writes records: a file or Redis."""
 
 import asyncio
+import secrets
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
 from services.cli.errors import CommandError
 from services.common.keys import book_redis
-from services.common.keys.api_keys import DamagedRecord, KeyRecord, TenantRecord
+from services.common.keys.api_keys import DamagedRecord
 from services.common.keys.book import KeyBook
 from services.common.keys.book_file import change_book, read_book
 from services.common.process.settings import SettingError
@@ -28,11 +29,9 @@ class Store(Protocol):
         """Returns all records."""
         ...
 
-    def write(
-        self, before: KeyRecord | None, after: KeyRecord, tenant: TenantRecord | None, version: str
-    ) -> None:
-        """Replaces the record of a key, and of its tenant if `tenant` is given. `before` is None
-        for a new key. `version` must be a text that was never used before.
+    def change(self, change: Callable[[KeyBook], KeyBook]) -> None:
+        """Replaces the records that differ in the result of `change`, which may be called again if
+        another process changes records at the same time.
         """
         ...
 
@@ -56,18 +55,7 @@ class FileStore:
         except (OSError, DamagedRecord) as error:
             raise self._failure(error) from error
 
-    def write(
-        self,
-        before: KeyRecord | None,
-        after: KeyRecord,
-        tenant: TenantRecord | None,
-        version: str,  # noqa: ARG002 - the file has versions of its own
-    ) -> None:
-        def change(book: KeyBook) -> KeyBook:
-            if book.keys.get(after.key_id) != before:
-                raise _changed_meanwhile(after)
-            return book.with_key(after, tenant)
-
+    def change(self, change: Callable[[KeyBook], KeyBook]) -> None:
         try:
             change_book(self._path, change)
         except (OSError, DamagedRecord) as error:
@@ -100,15 +88,8 @@ class RedisStore:
     def read(self) -> KeyBook:
         return self._do(book_redis.read_book)
 
-    def write(
-        self, before: KeyRecord | None, after: KeyRecord, tenant: TenantRecord | None, version: str
-    ) -> None:
-        try:
-            self._do(
-                lambda connection: book_redis.change_key(connection, before, after, tenant, version)
-            )
-        except book_redis.ChangedMeanwhile as error:
-            raise _changed_meanwhile(after) from error
+    def change(self, change: Callable[[KeyBook], KeyBook]) -> None:
+        self._do(lambda redis: book_redis.change_book(redis, change, lambda: secrets.token_hex(8)))
 
     def _do(self, use: Callable[[Any], Awaitable[T]]) -> T:
         async def run() -> T:
@@ -121,9 +102,3 @@ class RedisStore:
             raise CommandError(f"--redis-url {self._connection.name}: {why}") from error
         except DamagedRecord as error:
             raise CommandError(f"--redis-url {self._connection.name}: {error}") from error
-
-
-def _changed_meanwhile(key: KeyRecord) -> CommandError:
-    return CommandError(
-        f"the key {key.key_id} was changed by another process at the same time; try again"
-    )

@@ -1,10 +1,11 @@
-"""A key book in a file that only its owner can read. Each change replaces the whole file."""
+"""A key book in a file. Each change replaces the whole file."""
 
 import fcntl
 import os
+import stat
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from services.common.keys.book import KeyBook, book_from_text, book_to_text
@@ -16,10 +17,13 @@ def read_book(path: Path) -> KeyBook:
 
 
 def change_book(path: Path, change: Callable[[KeyBook], KeyBook]) -> None:
-    """Replaces the book with the result of `change`. A missing file counts as an empty book.
-    Readers see either the old or the new file. Concurrent changes are applied one after the other.
-    Raises OSError or DamagedRecord.
+    """Replaces the book with the result of `change`. A missing file counts as an empty book, and is
+    created as a file that only its owner can read. The new file has the permissions and, if this
+    process may set them, the owner and the group of the old one. A link stays a link. Readers see
+    either the old or the new file. Concurrent changes are applied one after the other. Raises
+    OSError or DamagedRecord.
     """
+    path = path.resolve()
     with _locked(path):
         _replace(path, book_to_text(change(read_book(path))))
 
@@ -51,10 +55,14 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _replace(path: Path, text: str) -> None:
+    old = path.stat()
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     written = Path(name)
     try:
-        with os.fdopen(descriptor, "w") as file:  # mkstemp has made it private to its owner
+        with os.fdopen(descriptor, "w") as file:
+            with suppress(PermissionError):
+                os.fchown(descriptor, old.st_uid, old.st_gid)
+            os.fchmod(descriptor, stat.S_IMODE(old.st_mode))
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

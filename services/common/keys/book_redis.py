@@ -8,8 +8,9 @@ The braces put the Redis keys into one slot of Redis Cluster, so that one script
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeVar
 
 from services.common.keys.api_keys import (
@@ -22,7 +23,7 @@ from services.common.keys.api_keys import (
     tenant_to_json,
 )
 from services.common.keys.book import KeyBook
-from services.common.redis.connection import CALL_SECONDS, RedisConnection
+from services.common.redis.connection import CALL_SECONDS, RedisConnection, RedisUnavailable
 
 KEYS, TENANTS, VERSION = (f"apikeys:{{all}}:{name}" for name in ("keys", "tenants", "version"))
 R = TypeVar("R")
@@ -44,16 +45,17 @@ return found
 """
 
 _CHANGE = """
-if (redis.call('HGET', KEYS[1], ARGV[1]) or '') ~= ARGV[2] then return 0 end
-redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
-if ARGV[4] ~= '' then redis.call('HSET', KEYS[2], ARGV[4], ARGV[5]) end
-redis.call('SET', KEYS[3], ARGV[6])
+for i = 2, #ARGV, 4 do
+  if (redis.call('HGET', KEYS[ARGV[i] + 0], ARGV[i + 1]) or '') ~= ARGV[i + 2] then return 0 end
+end
+for i = 2, #ARGV, 4 do redis.call('HSET', KEYS[ARGV[i] + 0], ARGV[i + 1], ARGV[i + 3]) end
+redis.call('SET', KEYS[3], ARGV[1])
 return 1
 """
-
-
-class ChangedMeanwhile(Exception):
-    """The stored record differs from the record on which the change is based."""
+"""The arguments are the new version and, for each changed record, the number of its hash, its name,
+its stored text, and its new text. Changes nothing if another process has changed a stored text.
+"""
+_MOST_TRIES = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,39 +95,62 @@ async def look_up(
 
 async def read_book(redis: RedisConnection) -> KeyBook:
     """Reads all records. Raises RedisUnavailable or DamagedRecord."""
-    keys, tenants = await redis.pipeline([("HGETALL", KEYS), ("HGETALL", TENANTS)])
-    return KeyBook(
-        {name: _decoded(name, value, key_from_json) for name, value in _texts(keys)},
-        {name: _decoded(name, value, tenant_from_json) for name, value in _texts(tenants)},
-    )
+    return _book(*await _read_texts(redis))
 
 
-async def change_key(
-    redis: RedisConnection,
-    before: KeyRecord | None,
-    after: KeyRecord,
-    tenant: TenantRecord | None,
-    version: str,
+async def change_book(
+    redis: RedisConnection, change: Callable[[KeyBook], KeyBook], draw_version: Callable[[], str]
 ) -> None:
-    """Replaces a key's record, and its tenant's record if given. `before` is None for a new key.
-    `version` must be a text that was never used before. Raises RedisUnavailable, or
-    ChangedMeanwhile if the stored record is not `before`.
+    """Replaces the records that differ in the result of `change`, which removes none. If another
+    process changes one of these records at the same time, `change` is called again with the new
+    book. `draw_version` returns a text that was never used before. Raises RedisUnavailable or
+    DamagedRecord.
     """
-    arguments = (
-        after.key_id,
-        "" if before is None else _encoded(key_to_json(before)),
-        _encoded(key_to_json(after)),
-        "" if tenant is None else tenant.tenant_id,
-        "" if tenant is None else _encoded(tenant_to_json(tenant)),
-        version,
+    for _ in range(_MOST_TRIES):
+        keys, tenants = await _read_texts(redis)
+        before = _book(keys, tenants)
+        after = change(before)
+        records = [
+            *_changed("1", keys, before.keys, after.keys, key_to_json),
+            *_changed("2", tenants, before.tenants, after.tenants, tenant_to_json),
+        ]
+        arguments = (draw_version(), *chain.from_iterable(records))
+        if await redis.call(
+            lambda client, arguments=arguments: client.eval(  # type: ignore[misc]
+                _CHANGE, len(_NAMES), *_NAMES, *arguments
+            )
+        ):
+            return
+    complaint = "other processes change the same records"
+    raise RedisUnavailable(f"Redis at {redis.name}: {complaint}", complaint)
+
+
+def _changed(
+    number: str,
+    texts: Mapping[str, bytes],
+    before: Mapping[str, R],
+    after: Mapping[str, R],
+    to_json: Callable[[R], dict[str, Any]],
+) -> list[tuple[str, str, bytes, str]]:
+    """For each changed record of a hash, the arguments of `_CHANGE`."""
+    return [
+        (number, name, texts.get(name, b""), json.dumps(to_json(record), sort_keys=True))
+        for name, record in after.items()
+        if before.get(name) != record
+    ]
+
+
+async def _read_texts(redis: RedisConnection) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    """The stored texts of all keys and all tenants."""
+    keys, tenants = await redis.pipeline([("HGETALL", KEYS), ("HGETALL", TENANTS)])
+    return _texts(keys), _texts(tenants)
+
+
+def _book(keys: Mapping[str, bytes], tenants: Mapping[str, bytes]) -> KeyBook:
+    return KeyBook(
+        {name: _decoded(name, value, key_from_json) for name, value in keys.items()},
+        {name: _decoded(name, value, tenant_from_json) for name, value in tenants.items()},
     )
-    done = await redis.call(lambda client: client.eval(_CHANGE, len(_NAMES), *_NAMES, *arguments))
-    if not done:
-        raise ChangedMeanwhile(after.key_id)
-
-
-def _encoded(value: dict[str, Any]) -> str:
-    return json.dumps(value, sort_keys=True)
 
 
 def _decoded(name: str, value: bytes, read: Callable[[str, object], R]) -> R:
@@ -135,8 +160,8 @@ def _decoded(name: str, value: bytes, read: Callable[[str, object], R]) -> R:
         raise error if isinstance(error, DamagedRecord) else DamagedRecord(str(error)) from error
 
 
-def _texts(pairs: Any) -> list[tuple[str, bytes]]:
+def _texts(pairs: Any) -> dict[str, bytes]:
     """Decodes the reply to HGETALL, which is a mapping or alternates names and values."""
     if not isinstance(pairs, dict):
         pairs = dict(zip(pairs[::2], pairs[1::2], strict=True))
-    return [(name.decode(), value) for name, value in pairs.items()]
+    return {name.decode(): value for name, value in pairs.items()}

@@ -5,7 +5,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -68,6 +70,40 @@ def test_a_key_is_made_listed_and_revoked(place: list[str]) -> None:
     assert len(table) == 3
     assert all("revoked" in line and "acme" in line for line in table[1:])
     assert any("demo, other" in line for line in table)
+
+
+def test_limits_that_are_set_at_once_are_all_kept(place: list[str]) -> None:
+    limits = {
+        "requests_per_minute": 60,
+        "tokens_per_minute": 5000,
+        "max_concurrent_requests": 4,
+        "weight": 2.0,
+        "priority_ceiling": 3,
+        "max_retained_share": 0.5,
+    }
+    begin = Barrier(len(limits))
+
+    def create(name: str, tenant: str) -> None:
+        begin.wait()
+        main(["create", *place, "--tenant", tenant, f"--{name.replace('_', '-')}={limits[name]}"])
+
+    with ThreadPoolExecutor(len(limits)) as threads:
+        for tenant in ("acme", "umbrella", "initech"):
+            list(threads.map(create, limits, [tenant] * len(limits)))
+    listed = json.loads(keys("list", *place, "--json").stdout)
+    assert [record["limits"] for record in listed] == [limits] * 3 * len(limits)
+
+
+@needs_redis
+def test_a_record_that_was_written_by_hand_can_be_revoked(tmp_path: Path) -> None:
+    with redis_server(tmp_path / "redis") as server:
+        place = ["--redis-url", server.url]
+        made = json.loads(keys("create", *place, "--tenant", "acme", "--json").stdout)
+        record = {"tenant": "acme", "sha256": "0" * 64, "created": "2026-11-23T02:00:00+00:00"}
+        server.ask("HSET", "apikeys:{all}:keys", made["id"], f"'{json.dumps(record)}'")
+        assert keys("revoke", *place, made["id"]).returncode == 0
+        (listed,) = json.loads(keys("list", *place, "--json").stdout)
+        assert listed["state"] == "revoked"
 
 
 def test_a_limit_is_taken_away_with_0(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import multiprocessing
+import os
 import stat
 from dataclasses import replace
 from pathlib import Path
@@ -162,6 +163,21 @@ def test_a_file_is_its_owners_alone_and_replaced_as_a_whole(tmp_path: Path) -> N
     assert version_of(path) != first
     assert read_book(path).keys == {KEY.key_id: replace(KEY, revoked=5)}
     assert [file.name for file in tmp_path.iterdir()] == ["keys.json"]
+
+
+def test_a_change_keeps_who_may_read_the_file_and_where_it_is(tmp_path: Path) -> None:
+    path, link = tmp_path / "stored.json", tmp_path / "keys.json"
+    change_book(path, lambda book: book)
+    link.symlink_to(path)
+    path.chmod(0o640)
+    owner = (10_001, 10_001) if os.geteuid() == 0 else (os.geteuid(), os.getegid())
+    os.chown(path, *owner)
+    change_book(link, lambda book: book.with_key(KEY))
+    found = path.stat()
+    assert read_book(path).keys == {KEY.key_id: KEY}
+    assert stat.S_IMODE(found.st_mode) == 0o640
+    assert (found.st_uid, found.st_gid) == owner
+    assert link.is_symlink()
 
 
 def test_a_change_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:
