@@ -40,7 +40,7 @@ from tests.pooling_models import (
     save_classifier,
     save_embedder,
 )
-from tests.tiny_models import save_tiny_model
+from tests.tiny_models import edit_config, save_tiny_model
 
 TOLERANCE = 2e-6
 
@@ -198,6 +198,27 @@ async def test_classes_of_two_texts_are_those_of_transformers(tmp_path: Path) ->
     np.testing.assert_allclose(vector, expected.numpy(), atol=TOLERANCE)
     [other], _ = await pooled(worker, [prompt])
     assert abs(other - vector).max() > 0.001
+
+
+@pytest.mark.parametrize("num_labels", [1, 3])
+@pytest.mark.parametrize("problem", ["regression", "multi_label_classification"])
+async def test_the_problem_type_determines_the_function_of_single_texts(
+    problem: str, num_labels: int, tmp_path: Path
+) -> None:
+    """The same as in transformers' TextClassificationPipeline. Scores of pairs are always in the
+    same range, as in vLLM.
+    """
+    model = save_classifier(tmp_path, "bert", num_labels=num_labels)
+    edit_config(tmp_path, problem_type=problem)
+    worker, prompt = loaded(tmp_path), prompts()[5]
+    [single], _ = await pooled(worker, [prompt])
+    logits = class_scores(model, prompt)
+    expected = logits if problem == "regression" else logits.sigmoid()
+    np.testing.assert_allclose(single, expected.numpy(), atol=TOLERANCE)
+    [pair], _ = await pooled(worker, [prompt], PoolingParams(num_first_text_tokens=6))
+    of_pair = class_scores(model, prompt, 6)
+    expected = of_pair.sigmoid() if num_labels == 1 else of_pair.softmax(0)
+    np.testing.assert_allclose(pair, expected.numpy(), atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", ["llama", "bert"])

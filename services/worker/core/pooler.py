@@ -33,6 +33,8 @@ class VectorEnd:
         """Returns the vector that the client receives."""
         vector = vector[: params.dimensions]
         activation = self.config.activation
+        if params.num_first_text_tokens:
+            activation = self.config.pair_activation or activation
         if params.use_activation is not None:
             forced = self.config.forced_activation
             activation = forced if params.use_activation else Activation.NONE

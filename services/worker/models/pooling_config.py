@@ -51,6 +51,11 @@ _ACTIVATIONS = {
     "torch.nn.modules.activation.Sigmoid": Activation.SIGMOID,
     "torch.nn.modules.activation.Softmax": Activation.SOFTMAX,
 }
+_OF_PROBLEMS = {
+    "regression": Activation.NONE,
+    "multi_label_classification": Activation.SIGMOID,
+}
+"""As in vLLM, the activations for single texts by `problem_type` in config.json."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +67,8 @@ class PoolingConfig:
     """
     activation: Activation
     """The activation for requests that do not set `use_activation`."""
+    pair_activation: Activation | None = None
+    """The same for prompts that join two texts. None means `activation`."""
     num_labels: int = 0
     """The number of classes. It is 0 for embeddings."""
     max_seq_length: int | None = None
@@ -108,7 +115,8 @@ def read_pooling(directory: Path, runner: RunnerSetting) -> PoolingConfig | None
 def _classifier(reader: JsonReader) -> PoolingConfig:
     labels = reader.raw("id2label")
     num_labels = len(labels) if isinstance(labels, dict) else reader.integer("num_labels", 2)
-    activation = Activation.SIGMOID if num_labels == 1 else Activation.SOFTMAX
+    of_pairs = Activation.SIGMOID if num_labels == 1 else Activation.SOFTMAX
+    activation = _OF_PROBLEMS.get(str(reader.raw("problem_type")), of_pairs)
     named = reader.raw("sbert_ce_default_activation_function")
     nested = reader.raw("sentence_transformers")
     if isinstance(nested, dict):
@@ -116,9 +124,9 @@ def _classifier(reader: JsonReader) -> PoolingConfig:
     if named is not None:
         if named not in _ACTIVATIONS:
             raise UnsupportedModel(reader.path, f"the activation {named!r} is not supported")
-        activation = _ACTIVATIONS[named]
+        activation = of_pairs = _ACTIVATIONS[named]
     task = PoolingTask.CLASSIFY
-    return PoolingConfig(task, None, activation, num_labels=num_labels, may_shorten=False)
+    return PoolingConfig(task, None, activation, of_pairs, num_labels, may_shorten=False)
 
 
 def _embedder(directory: Path, reader: JsonReader) -> PoolingConfig:
