@@ -233,6 +233,30 @@ async def test_slots_are_held_while_their_gateway_lives(shared_redis: RedisServe
     await asyncio.gather(*running, return_exceptions=True)
 
 
+async def _renewal(server: RedisServer) -> None:
+    """Waits until the gateway begins to renew the slots."""
+    deadline = server.ask("ZSCORE", "slots:{t:0}", "a")
+    await until(lambda: server.ask("ZSCORE", "slots:{t:0}", "a") != deadline)
+
+
+@needs_redis
+async def test_a_slot_that_is_released_while_slots_are_renewed_stays_free(
+    shared_redis: RedisServer,
+) -> None:
+    shared_redis.ask("FLUSHALL")
+    store = lease_holder(shared_redis, "one")
+    tenants = [LimitSet(f"{number}", max_concurrent_requests=1) for number in range(300)]
+    for tenant in tenants:
+        assert (await store.take(tenant, Change("a", slot_change=HOLD))).refused_by is None
+    running = asyncio.create_task(store.run())
+    await _renewal(shared_redis)
+    store.give_back(tenants[-1], Change("a", slot_change=RELEASE, must_fit=False))
+    await _renewal(shared_redis)
+    assert (await store.take(tenants[-1], Change("b", slot_change=HOLD))).refused_by is None
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
 @needs_redis
 @pytest.mark.parametrize("loss", ["stopped", "killed"])
 async def test_without_redis_each_gateway_counts_its_share_and_no_request_waits(

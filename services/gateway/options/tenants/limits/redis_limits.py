@@ -191,12 +191,18 @@ class RedisLimits:
             await self._change(limits, release)
 
     async def _hold_slots(self) -> None:
-        """Renews the leases of running requests' slots. Restores slots that Redis has lost."""
+        """Renews the leases of running requests' slots. Restores slots that Redis has lost. A slot
+        that is released during its renewal may be occupied again, so it is released again.
+        """
         for tenant_id, slots in self._local.slots().items():
             _, key = tenant_keys(tenant_id)
-            for start in range(0, len(slots), _SLOTS_PER_CALL):
-                arguments = (self._slot_lease_millis, *slots[start : start + _SLOTS_PER_CALL])
+            names = list(slots)
+            for start in range(0, len(names), _SLOTS_PER_CALL):
+                part = names[start : start + _SLOTS_PER_CALL]
+                arguments = (self._slot_lease_millis, *part)
                 await self._call(HOLD, (key,), arguments, _RENEW_CALL_SECONDS)
+                if released := [name for name in part if name not in slots]:
+                    await self._redis.pipeline([("ZREM", key, *released)], _RENEW_CALL_SECONDS)
 
     async def _call(
         self, script: str, keys: tuple[str, ...], arguments: tuple[Any, ...], seconds: float

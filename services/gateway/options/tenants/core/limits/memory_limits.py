@@ -3,7 +3,7 @@ Redis is unavailable.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, KeysView
 from dataclasses import dataclass, field
 
 from services.gateway.options.tenants.core.limits.rule import (
@@ -95,9 +95,9 @@ class MemoryLimits:
         for state in self._states.values():
             state.requests = state.tokens = None
 
-    def slots(self) -> dict[str, list[str]]:
-        """Returns a map from tenants' ids to the names of their occupied slots."""
-        return {name: list(state.slots) for name, state in self._states.items() if state.slots}
+    def slots(self) -> dict[str, KeysView[str]]:
+        """Returns a map from tenants' ids to views of the names of their occupied slots."""
+        return {name: state.slots.keys() for name, state in self._states.items() if state.slots}
 
 
 def _refusal(
