@@ -292,6 +292,39 @@ async def test_numbers_that_are_none_name_their_field(served: Serving) -> None:
     assert error["param"] == "temperature"
 
 
+@pytest.mark.parametrize("number", ["1e400", "-Infinity", "NaN"])
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (
+            "/v1/responses",
+            '{"input": "a", "tools": [{"type": "function", "name": "f", "parameters": %s}]}',
+            "tools[0].parameters",
+        ),
+        (
+            "/v1/responses",
+            '{"input": "a", "text": {"format": {"type": "json_schema", "name": "f", '
+            '"schema": %s}}}',
+            "text.format.schema",
+        ),
+        (
+            "/v1/messages",
+            '{"max_tokens": 3, "messages": [{"role": "user", "content": "a"}], '
+            '"tools": [{"name": "f", "input_schema": %s}]}',
+            "tools[0].input_schema",
+        ),
+    ],
+)
+async def test_numbers_in_schemas_are_finite(
+    served: Serving, path: str, body: str, param: str, number: str
+) -> None:
+    """Responses contain the schemas of their requests, and JSON has no infinity."""
+    raw = body % '{"properties": {"x": {"enum": [1, %s]}}}' % number
+    response = await served.http.post(path, content=raw.encode(), headers=JSON)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["message"] == f"{param}: must have only finite numbers"
+
+
 async def test_the_message_of_a_long_prompt_has_the_counts(served: Serving) -> None:
     body = (await served.http.post("/v1/completions", json={"prompt": [5] * 600})).json()
     assert "600 tokens" in body["error"]["message"]

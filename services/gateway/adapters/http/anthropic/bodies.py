@@ -10,7 +10,14 @@ from services.gateway.adapters.grammars.tool_calls import CallableTool
 from services.gateway.adapters.http.anthropic.blocks import AnthropicMessage
 from services.gateway.adapters.http.exchange.asking_body import StreamedBody, renamed
 from services.gateway.adapters.http.exchange.cache_wishes import CacheControl, MarkedBody
-from services.gateway.adapters.http.exchange.fields import Body, Int, Only, Texts, Without
+from services.gateway.adapters.http.exchange.fields import (
+    Body,
+    Int,
+    JsonObject,
+    Only,
+    Texts,
+    Without,
+)
 from services.gateway.adapters.http.openai.content_parts import TextOrParts
 from services.gateway.adapters.http.openai.sampling_fields import CommonSamplingFields
 from services.gateway.adapters.http.openai.tool_bodies import (
@@ -32,7 +39,7 @@ class AnthropicTool(MarkedBody):
     type: Literal["custom"] | None = None
     name: str = Field(pattern=TOOL_NAME)
     description: str | None = None
-    input_schema: dict[str, Any]
+    input_schema: JsonObject
     strict: bool | None = None
     allowed_callers: Annotated[Any, Only(["direct"], why="only the model calls tools")] = None
     defer_loading: Annotated[Any, DEFERRED] = None
@@ -77,7 +84,7 @@ class AnthropicFormat(Body):
     """Requires that the answer is JSON that conforms to a schema."""
 
     type: Literal["json_schema"]
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: JsonObject = Field(alias="schema")
 
 
 class OutputConfig(Body):

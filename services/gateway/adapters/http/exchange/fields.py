@@ -1,5 +1,6 @@
 """Strict types for fields of request bodies, and annotations for known but unsupported fields."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -86,6 +87,23 @@ def choice(by: Callable[[Any], str | None], message: str) -> Discriminator:
     """
     return Discriminator(by, custom_error_type="alternative", custom_error_message=message)
 
+
+def _with_finite_numbers(value: dict[str, Any]) -> dict[str, Any]:
+    """Refuses NaN and infinity, such as 1e400, which `allow_inf_nan` does not find in any JSON."""
+    to_check: list[Any] = [value]
+    while to_check:
+        one = to_check.pop()
+        if isinstance(one, dict):
+            to_check += one.values()
+        elif isinstance(one, list):
+            to_check += one
+        elif isinstance(one, float) and not math.isfinite(one):
+            raise PydanticCustomError("finite_number", "must have only finite numbers")
+    return value
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(_with_finite_numbers)]
+"""Any JSON object. Answers may contain it, and NaN or infinity are not JSON."""
 
 Prompts = Annotated[
     Annotated[str, Tag("<text>")]

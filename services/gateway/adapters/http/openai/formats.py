@@ -19,6 +19,7 @@ from services.common.request.structured_outputs import (
 from services.gateway.adapters.grammars.structural_tags import structural_tag
 from services.gateway.adapters.http.exchange.fields import (
     Body,
+    JsonObject,
     Only,
     Texts,
     by_type,
@@ -50,7 +51,7 @@ class JsonSchema(Body):
 
     name: str
     description: str | None = None
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: JsonObject = Field(alias="schema")
     strict: bool | None = None
 
 

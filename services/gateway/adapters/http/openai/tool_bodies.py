@@ -13,6 +13,7 @@ from services.gateway.adapters.grammars.tool_calls import CallableTool
 from services.gateway.adapters.http.exchange.fields import (
     Body,
     HistoryBody,
+    JsonObject,
     Without,
     choice,
     text_or_object,
@@ -43,7 +44,7 @@ class FunctionBody(HistoryBody):
 
     name: str = Field(pattern=TOOL_NAME)
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
     defer_loading: Annotated[Any, DEFERRED] = None
 
