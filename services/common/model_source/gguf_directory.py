@@ -6,9 +6,12 @@ from its metadata alone. They are stored in $XDG_CACHE_HOME/stepwell/gguf, with 
 import json
 import os
 import re
+import shutil
 import tempfile
+from collections.abc import Iterator
 from contextlib import suppress
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 
 from services.common.model_source.errors import GgufError
@@ -37,15 +40,19 @@ def gguf_directory(file: Path) -> Path:
         found = file.resolve(strict=True).stat()
     except OSError as error:
         raise GgufError(file, f"the file cannot be read: {error.strerror}") from error
-    identity = f"{_FORM} {file.resolve()} {found.st_size} {found.st_mtime_ns}"
+    # The name is part of the key, because several links with different names may lead to one file.
+    identity = f"{_FORM} {file.resolve()} {file.stem} {found.st_size} {found.st_mtime_ns}"
     key = sha256(identity.encode()).hexdigest()[:16]
-    for parent in (_cache(), Path(tempfile.gettempdir()) / f"stepwell-gguf-{os.geteuid()}"):
+    problem = ""
+    for parent in chain([_cache()], _temporary()):
         directory = parent / key / file.stem
-        if (directory / "config.json").exists():
-            return directory
-        with suppress(PermissionError, FileNotFoundError, NotADirectoryError):
-            return _make(directory, file)
-    raise GgufError(file, f"no directory for the file's configuration can be made in {_cache()}")
+        try:
+            return directory if (directory / "config.json").exists() else _make(directory, file)
+        except OSError as error:
+            problem = problem or error.strerror or ""
+    raise GgufError(
+        file, f"no directory for the file's configuration can be made in {_cache()}: {problem}"
+    )
 
 
 def single_gguf(directory: Path) -> Path | None:
@@ -61,6 +68,15 @@ def _cache() -> Path:
     return Path(base) / "stepwell" / "gguf"
 
 
+def _temporary() -> Iterator[Path]:
+    """Yields a directory for users without a cache, unless another user has created it."""
+    path = Path(tempfile.gettempdir()) / f"stepwell-gguf-{os.geteuid()}"
+    with suppress(OSError):
+        path.mkdir(mode=0o700, exist_ok=True)
+        if path.lstat().st_uid == os.geteuid():
+            yield path
+
+
 def _make(directory: Path, file: Path) -> Path:
     """Creates the directory atomically, so that concurrent processes see all files or none."""
     header = read_gguf_header(file, with_arrays=True)
@@ -73,14 +89,15 @@ def _make(directory: Path, file: Path) -> Path:
     }
     directory.parent.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(dir=directory.parent.parent))
-    (made / file.stem).mkdir()
-    for name, content in contents.items():
-        text = json.dumps(content, ensure_ascii=False, indent=1)
-        (made / file.stem / name).write_text(text, encoding="utf-8")
-    (made / file.stem / f"model{SUFFIX}").symlink_to(file.resolve())
     try:
+        (made / file.stem).mkdir()
+        for name, content in contents.items():
+            text = json.dumps(content, ensure_ascii=False, indent=1)
+            (made / file.stem / name).write_text(text, encoding="utf-8")
+        (made / file.stem / f"model{SUFFIX}").symlink_to(file.resolve())
         made.rename(directory.parent)
-    except OSError:  # another process has created the directory
-        for path in (*(made / file.stem).iterdir(), made / file.stem, made):
-            path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+    except OSError:
+        shutil.rmtree(made, ignore_errors=True)
+        if not directory.is_dir():  # otherwise another process has created it
+            raise
     return directory

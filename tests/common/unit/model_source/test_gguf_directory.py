@@ -4,8 +4,11 @@ and the chat template.
 
 import heapq
 import json
+import os
 import random
+import stat
 import struct
+import tempfile
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -148,6 +151,54 @@ def test_a_directory_with_nothing_but_a_file_is_that_file(tmp_path: Path) -> Non
     directory = find_model(str(tmp_path / "only"))
     assert directory == find_model(str(tmp_path / "only" / "x.gguf"))
     assert json.loads((directory / "generation_config.json").read_text())["eos_token_id"] == [2, 0]
+
+
+@pytest.fixture
+def small_file(tmp_path: Path) -> Path:
+    save_tiny_model(tmp_path / "model", "qwen2")
+    save_tokenizer(tmp_path / "model")
+    save_alone(tmp_path / "model", tmp_path / "small.gguf", "qwen2")
+    return tmp_path / "small.gguf"
+
+
+def test_a_link_with_another_name_is_a_model_of_that_name(small_file: Path) -> None:
+    link = small_file.with_name("other.gguf")
+    link.symlink_to(small_file)
+    for file in (small_file, link, small_file):
+        directory = find_model(str(file))
+        assert model_name(directory) == file.stem
+        check_model(directory)
+
+
+def test_without_a_usable_cache_a_directory_of_this_user_is_used(
+    small_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Errors such as ELOOP and EROFS (a read-only container) have no class of their own."""
+    loop, temporary = tmp_path / "loop", tmp_path / "temporary"
+    loop.symlink_to(loop)
+    temporary.mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(loop))
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    directory = find_model(str(small_file))
+    own = temporary / f"stepwell-gguf-{os.geteuid()}"
+    assert own in directory.parents
+    assert stat.S_IMODE(own.stat().st_mode) == 0o700
+    check_model(directory)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")
+def test_a_directory_that_another_user_made_is_not_used(
+    small_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    foreign = tmp_path / f"stepwell-gguf-{os.geteuid()}"
+    foreign.mkdir()
+    os.chown(foreign, 10_001, 10_001)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "loop"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(ModelSourceError, match="Too many levels of symbolic"):
+        find_model(str(small_file))
+    assert not list(foreign.iterdir())
 
 
 def _with_value(key: bytes, value: bytes) -> bytes:
