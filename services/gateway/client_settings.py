@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from services.common.process.service_settings import ServiceSettings
-from services.common.process.settings import at_least, one_of, setting
+from services.common.process.settings import at_least, between, one_of, setting
+from services.common.rpc.message_limits import MAX_MESSAGE_BYTES
 from services.gateway.adapters.http.exchange.ignored_fields import IGNORE, REFUSE
 
 
@@ -28,8 +29,9 @@ class ClientSettings(ServiceSettings):
         4 * 2**20,
         doc="most bytes of an HTTP body; a gRPC message may have half as many. A request may have "
         "one value, such as a token id, for each 32 bytes of this limit. Bodies above 64 KiB may "
-        "take eight times this limit together; further large bodies wait",
-        check=at_least(1024),
+        "take eight times this limit together; further large bodies wait. At most 64 MiB, the size "
+        "of a message to a replica",
+        check=between(1024, MAX_MESSAGE_BYTES),
     )
     unknown_fields: str = setting(
         IGNORE,

@@ -114,7 +114,7 @@ def at_least(low: float) -> Check:
 
 def between(low: float, high: float) -> Check:
     """Returns a check that a number is in [low, high]. NaN fails."""
-    return lambda value: None if low <= value <= high else f"must be from {low:g} to {high:g}"
+    return lambda value: None if low <= value <= high else f"must be from {low:.12g} to {high:.12g}"
 
 
 def one_of(names: Collection[str]) -> Check:

@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 import uvloop
 
+from services.common.process.settings import SettingError, parse_settings
+from services.common.rpc.message_limits import MAX_MESSAGE_BYTES
 from services.gateway.adapters.http.transport.connection import MAX_PIPELINED
+from services.gateway.settings import GatewaySettings
 from tests.gateway.fake_scheduler import FakeScheduler
 from tests.gateway.raw_http import post, post_head
 from tests.gateway.serving import Serving, serving, until
@@ -31,6 +34,17 @@ async def connected(
         yield reader, writer
     finally:
         writer.transport.abort()
+
+
+def test_a_body_cannot_be_larger_than_a_message_to_a_replica(model: Path) -> None:
+    """A request that no message can carry would end the session with each replica, again and again,
+    and so interrupt all other requests.
+    """
+    flags = ["--model", str(model), "--max-body-bytes"]
+    most = parse_settings(GatewaySettings, "gateway", [*flags, str(MAX_MESSAGE_BYTES)], {})
+    assert most.max_body_bytes == MAX_MESSAGE_BYTES
+    with pytest.raises(SettingError, match="--max-body-bytes must be from 1024 to 67108864"):
+        parse_settings(GatewaySettings, "gateway", [*flags, str(MAX_MESSAGE_BYTES + 1)], {})
 
 
 async def answer_to(served: Serving, *pieces: bytes, seconds: float = 60.0) -> bytes:
