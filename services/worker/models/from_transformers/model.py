@@ -76,7 +76,7 @@ def load_transformers_model(
         layers = _probe(decoder, model)
         if _is_stateful(model) and not layers.states:
             raise Refused("keeps a state from token to token outside of supported recurrent layers")
-        _check_windows(config, layers.attention)
+        _check_windows(model, layers.attention, max_model_len)
         if division is not None and division.heads is not None:
             heads = {(x.num_heads, x.num_kv_heads) for x in layers.attention.values()}
             if heads != {division.heads}:
@@ -148,11 +148,22 @@ def _probe(decoder: TransformersDecoder, model: PreTrainedModel) -> ProbedLayers
         raise Refused(f"fails on a test batch of a few tokens ({one_line(error)})") from error
 
 
-def _check_windows(config: PretrainedConfig, layers: Mapping[int, AttentionLayer]) -> None:
-    types = getattr(config, "layer_types", None)
+def _check_windows(
+    model: PreTrainedModel, layers: Mapping[int, AttentionLayer], max_model_len: int
+) -> None:
+    config = model.config
+    types, problem = getattr(config, "layer_types", None), "does not pass the sliding windows"
     if types and any(
         (types[index] == SLIDING) != (layer.window is not None) for index, layer in layers.items()
     ):
-        raise Refused("does not pass the sliding windows of its layers to attention")
+        raise Refused(f"{problem} of its layers to attention")
+    window = getattr(config, "sliding_window", None)
+    if not types and window is not None and window < max_model_len:
+        source = inspect.getsource(inspect.getmodule(type(model)) or type(model))
+        only_masks = "create_sliding_window_causal_mask" in source
+        if only_masks and all(layer.window is None for layer in layers.values()):
+            raise Refused(
+                f"{problem} of its layers to attention, so max_model_len may be at most {window}"
+            )
     if getattr(config, "attention_chunk_size", None) is not None:
         raise Refused("uses chunked attention (attention_chunk_size), which is not supported")

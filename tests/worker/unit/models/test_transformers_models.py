@@ -19,6 +19,7 @@ from transformers import (
     Olmo3Config,
     OlmoConfig,
     Phi3Config,
+    PhimoeConfig,
     PretrainedConfig,
     T5Config,
 )
@@ -188,6 +189,16 @@ def test_windows_equal_the_arguments_of_attention(tmp_path: Path) -> None:
     assert [x.window for x in load(tmp_path).attention] == [20, None, 20, None]
     # A window that is longer than any sequence has no effect.
     assert [x.window for x in load(tmp_path, max_model_len=20).attention] == [None] * 4
+
+
+def test_a_model_with_windows_only_in_its_masks_is_served_up_to_their_length(
+    tmp_path: Path,
+) -> None:
+    """The 33 tokens of a probe are in the window of 40, so that it cannot find the difference."""
+    save(tmp_path, PhimoeConfig(**SHAPE, sliding_window=40, num_local_experts=2))
+    assert [x.window for x in load(tmp_path, max_model_len=40).attention] == [None, None]
+    with pytest.raises(UnsupportedModel, match="so max_model_len may be at most 40"):
+        load(tmp_path, max_model_len=41)
 
 
 def test_length_beyond_the_model_is_refused(tmp_path: Path) -> None:
