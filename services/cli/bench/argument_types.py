@@ -41,12 +41,21 @@ def _explained(parse: Callable[[str], T]) -> Callable[[str], T]:
     return explained
 
 
+def _strict_json(text: str) -> Any:
+    """Parses JSON without NaN and infinity, which other programs cannot read."""
+
+    def refuse(name: str) -> Any:
+        raise ValueError(name)
+
+    return json.loads(text, parse_constant=refuse)
+
+
 count = _checked(int, lambda value: value >= 1, "a whole number of at least 1")
 count_or_zero = _checked(int, lambda value: value >= 0, "a whole number of at least 0")
 above_zero = _checked(float, lambda value: 0 < value < math.inf, "a number above 0")
 above_zero_or_inf = _checked(float, lambda value: value > 0, "a number above 0, or inf")
 json_object: Callable[[str], dict[str, Any]] = _checked(
-    json.loads, lambda value: isinstance(value, dict), "a JSON object"
+    _strict_json, lambda value: isinstance(value, dict), "a JSON object"
 )
 number_range = _explained(Range.parse)
 objective = _explained(parse_objective)

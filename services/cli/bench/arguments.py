@@ -20,6 +20,7 @@ from services.cli.bench.argument_types import (
 )
 from services.cli.bench.core.lengths import Range
 from services.cli.bench.settings import DEFAULT_PROGRAMS, DEFAULT_REQUESTS, BenchSettings, check
+from services.cli.processes.tls_files import TlsFiles
 from services.simulation.laboratory.agents import LOADS
 
 DESCRIPTION = """\
@@ -70,6 +71,7 @@ def parse(argv: Sequence[str]) -> tuple[BenchSettings, argparse.Namespace]:
         time_scale=1.0 if flags.time_scale is None else flags.time_scale,
         token_scale=1.0 if flags.token_scale is None else flags.token_scale,
         goodput=dict(flags.goodput),
+        tls=TlsFiles.taken_from(vars(flags)),
         api_key=flags.api_key,
     )
     check(settings, given)

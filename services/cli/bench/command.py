@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _measure(settings: BenchSettings) -> Outcome:
     address = Address.parse(settings.url)
-    with Client(address.url, settings.api_key) as client:
+    with Client(address.url, settings.api_key, settings.tls) as client:
         model = settings.model or client.default_model()
         vocabulary = _vocabulary(settings, client, model)
         run = BenchRun(settings, address, model, vocabulary, _warn)

@@ -156,6 +156,7 @@ class BenchRun:
             {**key, **settings.headers},
             self._clock.now,
             settings.timeout_seconds,
+            settings.tls.context() if self.address.is_https else None,
         )
 
     def _sending(

@@ -8,6 +8,7 @@ from typing import Any
 from services.cli.bench.core.lengths import Range
 from services.cli.bench.core.rate import RequestRate
 from services.cli.errors import CommandError
+from services.cli.processes.tls_files import TlsFiles
 
 DEFAULT_REQUESTS = 100
 DEFAULT_PROGRAMS = 40
@@ -47,6 +48,7 @@ class BenchSettings:
     time_scale: float
     token_scale: float
     goodput: dict[str, float]
+    tls: TlsFiles
     api_key: str | None = field(repr=False)
 
     @property
@@ -75,9 +77,9 @@ class BenchSettings:
         return f"open loop, {self.request_rate} arrivals/s, burstiness {self.burstiness:g}{at_most}"
 
     def public(self) -> dict[str, Any]:
-        """All settings as JSON values, without the API key and the values of headers."""
+        """All settings as JSON values, without API key, certificates and the values of headers."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        del values["api_key"]
+        del values["api_key"], values["tls"]
         values["headers"] = sorted(self.headers)
         return {name: _plain(value) for name, value in values.items()}
 
@@ -104,6 +106,11 @@ def check(settings: BenchSettings, given: set[str]) -> None:
             raise CommandError(f"{_flag(name)} needs {_flag(needs)}", exit_status=2)
     if "token_scale" in given and not given & {"trace", "programs"}:
         raise CommandError("--token-scale needs --trace or --programs", exit_status=2)
+    is_endless = settings.num_requests is None and settings.programs is None
+    if settings.rate is not None and settings.rate.is_infinite and is_endless:
+        raise CommandError(
+            "--request-rate inf needs --num-requests: a duration has no last request", exit_status=2
+        )
     for name in ("input_len", "output_len", "turns"):
         value: Range = getattr(settings, name)
         if not (value.is_whole and value.low >= 1):

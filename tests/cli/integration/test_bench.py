@@ -321,6 +321,12 @@ def test_a_request_that_takes_too_long_has_failed(bench: Bench) -> None:
         (("--time-scale", "2"), "--time-scale needs --trace"),
         (("--goodput", "ttft"), "argument --goodput: must be one of ttft, tpot, e2el with"),
         (("--request-rate", "fast"), "argument --request-rate: must be a rate such as 8"),
+        (
+            ("--request-rate", "2:30,inf", "--duration", "5"),
+            "--request-rate inf needs --num-requests",
+        ),
+        (("--goodput", "ttft:inf"), "argument --goodput: must be one of ttft, tpot, e2el with"),
+        (("--extra-body", '{"a": NaN}'), "argument --extra-body: must be a JSON object"),
         (("--input-len", "9-3"), "argument --input-len: must be a range from a smaller"),
         (("--input-len", "0"), "--input-len must be at least 1, and whole"),
         (("--json", "/nowhere/x.json"), "cannot write /nowhere/x.json: its directory"),

@@ -1,8 +1,10 @@
 """The client commands against a server with TLS, and their error messages when TLS fails."""
 
+import json
 import ssl
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -43,6 +45,18 @@ def complete(url: str, *flags: str) -> subprocess.CompletedProcess[str]:
 def test_a_server_of_a_trusted_authority_answers(server: SmallServer, files: Files) -> None:
     done = complete(server.url, "--ca-file", str(files.ca))
     assert (done.stdout, done.stderr, done.returncode) == ("a.b.\n", "", 0)
+
+
+def test_a_load_is_sent_with_the_certificates(files: Files, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "a b"}) + "\n")
+    shown = ("--cert-file", str(files.cert), "--key-file", str(files.key))
+    with small_server(tls=context(files, mutual=True)) as server:
+        done = stepwell(
+            *("bench", "--url", server.url, "--ca-file", str(files.ca), *shown),
+            *("--dataset", str(tmp_path / "prompts.jsonl"), "--num-requests", "2"),
+        )
+    assert (done.stderr, done.returncode) == ("", 0)
+    assert "2 completed, 0 failed" in done.stdout
 
 
 def test_a_certificate_is_shown_to_a_server_that_asks_for_one(files: Files) -> None:

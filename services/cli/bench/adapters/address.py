@@ -1,6 +1,5 @@
 """The server's address, parsed from its URL."""
 
-import ssl
 from dataclasses import dataclass
 from typing import Self
 from urllib.parse import urlsplit
@@ -41,7 +40,3 @@ class Address:
         """host:port, as in the Host header."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
-
-    def ssl_context(self) -> ssl.SSLContext | None:
-        """A context that trusts SSL_CERT_FILE or the system's authorities. None for http."""
-        return ssl.create_default_context() if self.is_https else None

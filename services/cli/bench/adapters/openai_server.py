@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -58,13 +59,14 @@ class OpenAIServer:
         headers: Mapping[str, str],
         clock: Callable[[], float],
         timeout_seconds: float,
+        tls: ssl.SSLContext | None,
     ) -> None:
         self.form = form
         self._address = address
         self._headers = headers
         self._clock = clock
         self._timeout_seconds = timeout_seconds
-        self._connections = Connections(address.host, address.port, clock, address.ssl_context())
+        self._connections = Connections(address.host, address.port, clock, tls)
         self._head = self._make_head()
 
     def reform(self, **changes: Any) -> None:

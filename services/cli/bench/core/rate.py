@@ -59,6 +59,11 @@ class RequestRate:
             raise ValueError(f"only the last of several rates may have no seconds, not {text!r}")
         return cls(pieces)
 
+    @property
+    def is_infinite(self) -> bool:
+        """Whether infinitely many requests arrive at one time."""
+        return self.pieces[-1].first == math.inf
+
     def times(self, unit_arrivals: Iterator[float]) -> Iterator[float]:
         """Converts arrival times at a rate of one a second to arrival times at this rate, both in
         seconds after the start (the time change of a renewal process). Arrival n is at the time

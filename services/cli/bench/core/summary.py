@@ -17,6 +17,7 @@ guidellm), because some servers send an empty first event before they have compu
   time to the end of the last response.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ def parse_objective(text: str) -> tuple[str, float]:
         millis = float(value)
     except ValueError:
         millis = 0.0
-    if name not in OBJECTIVES or not millis > 0:
+    if name not in OBJECTIVES or not 0 < millis < math.inf:
         raise ValueError(
             f"must be one of {', '.join(OBJECTIVES)} with milliseconds, such as ttft:200, "
             f"not {text!r}"
