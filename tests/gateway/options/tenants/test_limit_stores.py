@@ -258,6 +258,33 @@ async def test_a_slot_that_is_released_while_slots_are_renewed_stays_free(
 
 
 @needs_redis
+async def test_a_cancelled_request_takes_nothing(shared_redis: RedisServer) -> None:
+    """It is cancelled after its command was sent, at each of several times."""
+    shared_redis.ask("FLUSHALL")
+    store = lease_holder(shared_redis, "one")
+    limits = LimitSet("cancelled", 100, 1000, 5)
+    change = Change("a", 1, 10, HOLD)
+    num_cancelled = 0
+    for pause in [0.0] * 5 + [0.0002] * 10:
+        taking = asyncio.create_task(store.take(limits, change))
+        await asyncio.sleep(pause)
+        taking.cancel()
+        (result,) = await asyncio.gather(taking, return_exceptions=True)
+        if not isinstance(result, BaseException):
+            store.give_back(limits, Change("a", -1, -10, RELEASE, must_fit=False))
+            continue
+        num_cancelled += 1
+    while store._changing:
+        await asyncio.wait(store._changing)
+    assert num_cancelled >= 5
+    left = await store.take(limits, Change("b"))
+    assert left.requests_level == 100 * UNITS
+    assert left.tokens_level == 1000 * UNITS
+    assert left.num_slots == 0
+    await store._redis.close()
+
+
+@needs_redis
 @pytest.mark.parametrize("loss", ["stopped", "killed"])
 async def test_without_redis_each_gateway_counts_its_share_and_no_request_waits(
     tmp_path: Path, loss: str

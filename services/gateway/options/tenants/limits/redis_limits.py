@@ -11,8 +11,9 @@ import asyncio
 import hashlib
 import logging
 from collections import deque
-from collections.abc import Awaitable
-from typing import Any
+from collections.abc import Awaitable, Coroutine
+from functools import partial
+from typing import Any, TypeVar
 
 from redis.exceptions import NoScriptError
 
@@ -39,6 +40,8 @@ _MAX_UNRELEASED = 10_000
 _MAX_CALLS = 32
 """Limit on the number of concurrent calls to Redis. Each call uses its own connection."""
 _QUOTAS = (None, Quota.REQUESTS, Quota.TOKENS, Quota.CONCURRENCY)
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +78,8 @@ class RedisLimits:
         self._unreleased: deque[tuple[LimitSet, str]] = deque(maxlen=_MAX_UNRELEASED)
         """Slots that no request uses any more, but that may still be occupied in Redis."""
         self._in_flight = asyncio.Semaphore(_MAX_CALLS)
-        self._sending: set[asyncio.Task[None]] = set()
+        self._changing: set[asyncio.Task[Any]] = set()
+        """Tasks that make changes in Redis, which `run` awaits at its end."""
 
     @property
     def is_lost(self) -> bool:
@@ -83,23 +87,15 @@ class RedisLimits:
         return self._is_lost
 
     async def take(self, limits: LimitSet, change: Change) -> Standing:
+        """If the caller is cancelled, the change is still made, and then undone."""
         if self._is_lost:
             return self._take_locally(limits, change)
+        taking = self._begin(self._take(limits, change))
         try:
-            standing = await self._change(limits, change)
-        except RedisUnavailable as error:
-            self._lost(error)
-            standing = self._take_locally(limits, change)
-            if standing.refused_by is not None and change.slot_change is SlotChange.HOLD:
-                self._unreleased.append((limits, change.slot))
-            return standing
+            return await asyncio.shield(taking)
         except asyncio.CancelledError:
-            self._unreleased.append((limits, change.slot))
+            taking.add_done_callback(partial(self._undo, limits, change))
             raise
-        self._last[limits.tenant_id] = standing
-        if standing.refused_by is None:
-            self._mirror_slot(limits, change)
-        return standing
 
     def give_back(self, limits: LimitSet, change: Change) -> None:
         if self._is_lost:
@@ -108,9 +104,40 @@ class RedisLimits:
                 self._unreleased.append((limits, change.slot))
             return
         self._mirror_slot(limits, change)
-        task = asyncio.get_running_loop().create_task(self._send(limits, change))
-        self._sending.add(task)
-        task.add_done_callback(self._sending.discard)
+        self._begin(self._send(limits, change))
+
+    async def _take(self, limits: LimitSet, change: Change) -> Standing:
+        try:
+            standing = await self._change(limits, change)
+        except RedisUnavailable as error:
+            self._lost(error)
+            standing = self._take_locally(limits, change)
+            if standing.refused_by is not None and change.slot_change is SlotChange.HOLD:
+                self._unreleased.append((limits, change.slot))
+            return standing
+        self._last[limits.tenant_id] = standing
+        if standing.refused_by is None:
+            self._mirror_slot(limits, change)
+        return standing
+
+    def _undo(self, limits: LimitSet, change: Change, taking: asyncio.Task[Standing]) -> None:
+        if taking.cancelled() or taking.exception() or taking.result().refused_by is not None:
+            return
+        held = change.slot_change is SlotChange.HOLD
+        back = Change(
+            change.slot,
+            -change.num_requests,
+            -change.num_tokens,
+            SlotChange.RELEASE if held else SlotChange.KEEP,
+            must_fit=False,
+        )
+        self.give_back(limits, back)
+
+    def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._changing.add(task)
+        task.add_done_callback(self._changing.discard)
+        return task
 
     async def run(self) -> None:
         """Renews the leases of this gateway and of its slots until cancelled."""
@@ -129,7 +156,8 @@ class RedisLimits:
                     slots_at = 0.0
                 await asyncio.sleep(_LOST_SECONDS if self._is_lost else renew_seconds)
         finally:
-            await asyncio.gather(*self._sending)
+            while self._changing:
+                await asyncio.wait(self._changing)
             await self._redis.close()
 
     def _take_locally(self, limits: LimitSet, change: Change) -> Standing:
