@@ -356,4 +356,5 @@ async def _abort(context: Context, error: Exception, method: str) -> None:
         error = errors.InternalError(f"a defect of the service in {method}: {type(error).__name__}")
     # `abort_with_status` would drop all trailing metadata except the details.
     trailing = (*(context.trailing_metadata() or ()), *status.trailing_metadata(error))
-    await context.abort(status.status_code(error), error.message, trailing_metadata=trailing)
+    code, message = status.status_code(error), status.sent_message(error)
+    await context.abort(code, message, trailing_metadata=trailing)

@@ -17,6 +17,10 @@ DOMAIN = "stepwell"
 
 UNDECODABLE = "UNDECODABLE"
 """The error reason for a message that cannot be decoded because it was damaged in transit."""
+_MAX_MESSAGE_BYTES = 1000
+"""Limit on an error's message in UTF-8. A status has the message up to three times, encoded in up to
+three times the bytes. With more than 8 kB of metadata, clients would receive RESOURCE_EXHAUSTED.
+"""
 DETAILS_KEY = "grpc-status-details-bin"
 """The key of the status details in the trailing metadata."""
 _PUSHBACK = "grpc-retry-pushback-ms"
@@ -75,19 +79,28 @@ def status_code(error: errors.StepwellError) -> grpc.StatusCode:
     return STATUS_OF[next(kinds, errors.InternalError)]
 
 
+def sent_message(error: errors.StepwellError) -> str:
+    """The error's message as it is sent: the end of a long message is omitted."""
+    encoded = error.message.encode(errors="replace")
+    if len(encoded) <= _MAX_MESSAGE_BYTES:
+        return encoded.decode()
+    return encoded[: _MAX_MESSAGE_BYTES - len("…".encode())].decode(errors="ignore") + "…"
+
+
 def to_rich_status(
     error: errors.StepwellError, retry_after_seconds: float | None = None
 ) -> status_pb2.Status:
     """The status of an error, with details. `retry_after_seconds` is the client's retry hint."""
+    message = sent_message(error)
     details: list[Message] = [error_details_pb2.ErrorInfo(reason=error.error_reason, domain=DOMAIN)]
     if error.field is not None:
         violation = error_details_pb2.BadRequest.FieldViolation(
-            field=error.field, description=error.message
+            field=error.field, description=message
         )
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
     if isinstance(error, errors.QuotaExceeded):
         quota = error_details_pb2.QuotaFailure.Violation(
-            subject=f"tenant:{error.tenant_id}", description=error.message
+            subject=f"tenant:{error.tenant_id}", description=message
         )
         details.append(error_details_pb2.QuotaFailure(violations=[quota]))
     if retry_after_seconds is not None:
@@ -95,7 +108,7 @@ def to_rich_status(
         delay.FromTimedelta(timedelta(seconds=retry_after_seconds))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
     code: int = status_code(error).value[0]
-    rich = status_pb2.Status(code=code, message=error.message)
+    rich = status_pb2.Status(code=code, message=message)
     for detail in details:
         rich.details.add().Pack(detail)
     return rich

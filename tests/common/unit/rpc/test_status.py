@@ -159,6 +159,25 @@ async def test_an_error_arrives_as_it_was_raised(
         assert 1.5 <= error.retry_after_seconds <= 1.5 * (1 + JITTER)
 
 
+@pytest.mark.parametrize("streaming", [False, True], ids=["unary", "streaming"])
+@pytest.mark.parametrize("letter", ["x", "é", "\N{CJK UNIFIED IDEOGRAPH-65E5}", "\ud800"])
+async def test_a_long_message_is_cut_and_keeps_its_status(letter: str, streaming: bool) -> None:
+    """An error of a grammar can contain the whole grammar."""
+    raised = errors.QuotaExceeded(
+        "grammar: " + 40_000 * letter,
+        field="structured_outputs",
+        reason="GRAMMAR",
+        tenant_id="acme",
+        retry_after_seconds=1.0,
+    )
+    error = await caught(raised, streaming=streaming)
+    assert (type(error), error.error_reason) == (errors.ResourceExhausted, "GRAMMAR")
+    assert error.field == "structured_outputs"
+    assert error.message.startswith("grammar: ")
+    assert error.message.endswith("…")
+    assert 990 < len(error.message.encode()) <= 1000
+
+
 async def trailing(error: errors.StepwellError) -> dict[str, str | bytes]:
     """The trailing metadata of a call that ends with an error."""
     with pytest.raises(grpc.aio.AioRpcError) as failed:
