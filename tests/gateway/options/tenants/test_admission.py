@@ -1,10 +1,13 @@
 """Sequences of tenants occupy slots of the replicas."""
 
+import time
+
 from services.common.replica.load import ReplicaLoad
 from services.common.replica.queue_state import QueueState
 from services.gateway.core.caller import ANYONE
 from services.gateway.core.request.inflight import Mailbox
 from services.gateway.options.tenants.core.queues.waiter import WaitReason
+from services.gateway.options.tenants.core.tenant import Tenant
 from tests.gateway.fake_fleet import FakeFleet, error_of
 from tests.gateway.options.tenants.tenant_fleet import (
     BOUNDS,
@@ -39,6 +42,25 @@ def test_the_next_slot_is_for_the_tenant_that_was_served_less() -> None:
         for tenant in (A, A, A, B, B) if num_others == 7 else ():
             world.start(caller=tenant)
         assert tenants_at(world) == expected
+
+
+def test_reports_of_full_replicas_take_no_time_however_many_tenants_wait() -> None:
+    world = connected(num_slots=4)
+    for number in range(1000):
+        world.start(caller=Tenant(f"{number}"))
+    began = time.process_time()
+    world.start(caller=A)
+    middle = time.process_time()
+    for _ in range(200):
+        world.replicas["a"].load_changed(ReplicaLoad(4, 0))
+    assert time.process_time() - middle < 50 * (middle - began)
+    finish_first(world)
+    assert len(world.has("a")) == 4
+    world.replicas["a"].load_changed(ReplicaLoad(9, 0, num_other_requests=5))
+    finish_first(world)
+    assert len(world.has("a")) == 3
+    world.replicas["a"].load_changed(ReplicaLoad(3, 0))
+    assert len(world.has("a")) == 4
 
 
 def test_requests_without_a_tenant_never_wait_here() -> None:

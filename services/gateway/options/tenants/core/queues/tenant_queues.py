@@ -84,6 +84,11 @@ class TenantQueues(Admission):
         self._starting: set[Inflight] = set()
         """Sequences that were sent, but that no replica has reported as scheduled yet."""
         self._is_sweeping = False
+        self._full_with: tuple[int, int] | None = None
+        """The numbers of slots and of free slots with which `admit` could send nothing, or None if
+        the tenants or their sequences have changed since then. Every step of every replica may
+        report its load, and the shares of a thousand tenants take milliseconds to compute.
+        """
 
     def __len__(self) -> int:
         return len(self._waiters)
@@ -126,6 +131,7 @@ class TenantQueues(Admission):
         """
         tenant = _tenant(inflight)
         for idle in self.slots.drop_idle():
+            self._full_with = None
             self._queue.forget(idle)
         num_ahead = self.slots.num_waiting(tenant)
         try:
@@ -159,8 +165,11 @@ class TenantQueues(Admission):
         """
         num_late = 0
         while self._waiters and num_late < _ENDED_AT_A_TIME:
+            if (slots := self._num_slots()) is not None and slots == self._full_with:
+                return
             waiter = self._queue.take(self._may_take_slot(self._preempt()))
             if waiter is None:
+                self._full_with = self._num_slots()
                 return
             self._remove(waiter)
             if self._is_too_late(waiter, self._capacity()):
@@ -195,6 +204,7 @@ class TenantQueues(Admission):
         usage = self.slots.usage(tenant)
         usage.num_running += 1
         usage.num_starting += 1
+        self._full_with = None
         self._starting.add(inflight)
         charge = charge_for(inflight, route, usage.mean_output_tokens, self._clock.time())
         self._charges[inflight] = charge
@@ -218,9 +228,14 @@ class TenantQueues(Admission):
             usage.mean_output_tokens += _SHARE_OF_NEWEST * (num_output - usage.mean_output_tokens)
             self.admit()
 
+    def _num_slots(self) -> tuple[int, int] | None:
+        capacity = self._capacity()
+        return None if capacity is None else (capacity.num_slots, capacity.num_free)
+
     def _end_start(self, inflight: Inflight) -> bool:
         if inflight not in self._starting:
             return False
+        self._full_with = None
         self._starting.discard(inflight)
         self.slots.usage(_tenant(inflight)).num_starting -= 1
         return True
@@ -228,6 +243,7 @@ class TenantQueues(Admission):
     def _free_slot(self, inflight: Inflight) -> None:
         """Frees a sequence's slot, and replaces the estimate in its charge by the real tokens."""
         charge = self._charges.pop(inflight)
+        self._full_with = None
         self._end_start(inflight)
         tenant = _tenant(inflight)
         self.slots.usage(tenant).num_running -= 1
@@ -271,11 +287,13 @@ class TenantQueues(Admission):
 
     def _enqueue(self, waiter: Waiter, credit_tokens: float) -> None:
         inflight, tenant = waiter.inflight, _tenant(waiter.inflight)
+        self._full_with = None
         self._waiters[inflight] = waiter
         self.slots.usage(tenant).num_waiting += 1
         self._queue.add(tenant, _order(inflight), waiter, credit_tokens)
 
     def _remove(self, waiter: Waiter) -> None:
+        self._full_with = None
         del self._waiters[waiter.inflight]
         self.slots.usage(_tenant(waiter.inflight)).num_waiting -= 1
 
