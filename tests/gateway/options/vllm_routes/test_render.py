@@ -144,6 +144,11 @@ async def test_tokens_without_a_request_are_text(hermes: Serving) -> None:
 
 
 GENERATED: dict[str, Any] = {"request_id": "r", "choices": [{"index": 0, "token_ids": [5]}]}
+TOO_LARGE = {
+    **GENERATED["choices"][0],
+    "logprobs": {"content": [{"token_id": 5, "logprob": 1e300, "top_logprobs": []}]},
+}
+"""A choice with a log-probability that would become infinity in an answer."""
 
 
 async def test_answers_are_as_documented(hermes: Serving) -> None:
@@ -177,6 +182,11 @@ async def test_answers_are_as_documented(hermes: Serving) -> None:
             f"{CHAT}/derender",
             {"generate_response": {**GENERATED, "choices": [{"index": 1}]}},
             "generate_response",
+        ),
+        (
+            f"{CHAT}/derender",
+            {"generate_response": {**GENERATED, "choices": [TOO_LARGE]}},
+            "generate_response.choices[0].logprobs.content[0].logprob",
         ),
         (
             f"{COMPLETIONS}/derender",

@@ -17,13 +17,14 @@ from services.gateway.adapters.http.openai.bodies import ChatCompletionBody, Com
 
 _NO_STREAM = "this route reads complete answers only"
 _Count = Annotated[int, Field(ge=0, lt=2**31)]
+_Float32 = Annotated[float, Field(gt=-(2.0**127), lt=2.0**127)]
 
 
 class RankedTokenBody(Body):
     """A token and its log-probability."""
 
     token_id: TokenId
-    logprob: float
+    logprob: _Float32
     rank: _Count | None = None
 
 
