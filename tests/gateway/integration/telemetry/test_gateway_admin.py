@@ -169,10 +169,16 @@ async def test_server_info_has_settings_without_secrets(model: Path) -> None:
 
 
 async def test_passwords_in_addresses_are_not_shown(model: Path) -> None:
-    settings = {"otlp_endpoint": "http://me:secret@127.0.0.1:1"}
+    settings = {
+        "otlp_endpoint": "http://me:my@secret@127.0.0.1:1",
+        "redis_url": "redis://me:my@secret@127.0.0.1:1/0?password=secret",
+    }
     async with administered(model, FakeScheduler(), **settings) as (_, admin):
-        body = (await admin.get("/server_info")).json()
-    assert body["settings"]["otlp_endpoint"] == "http://***@127.0.0.1:1"
+        shown = (await admin.get("/server_info")).json()["settings"]
+    assert shown["otlp_endpoint"] == "http://***@127.0.0.1:1"
+    assert shown["redis_url"] == "redis://127.0.0.1:1/0"
+    assert shown["api_keys_in_redis"] is False
+    assert shown["api_key_cache_seconds"] == 3600.0
 
 
 async def test_clients_do_not_reach_operators_calls(model: Path) -> None:

@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from services.common.redis.url import is_redis_url, without_secrets
 from services.common.replica.pause_mode import PauseMode
 from services.gateway.adapters.http.clients.server_routes import ServerRoutes
 from services.gateway.adapters.http.exchange.errors import error_body, status_of
@@ -26,8 +27,7 @@ from services.gateway.adapters.http.openapi import admin_answers as answers
 from services.gateway.core.fleet.administration import Administration, Outcome
 from services.gateway.settings import GatewaySettings
 
-_SECRET = re.compile(r"(?:^|_)(?:keys?|secret|password)(?:_|$)")
-_PASSWORD = re.compile(r"(?<=://)[^@/]*@")
+_PASSWORD = re.compile(r"(?<=://)[^/?#]*@")
 
 
 class ReplicasQuery(Query):
@@ -139,7 +139,9 @@ class AdminRoutes:
     async def server_info(self, _request: Request) -> Response:
         """Shows the gateway's version, its settings without secrets, and its replicas."""
         settings = {
-            field.name: _shown(field.name, getattr(self.settings, field.name))
+            field.name: _shown(
+                getattr(self.settings, field.name), is_secret=field.metadata["is_secret"]
+            )
             for field in dataclasses.fields(self.settings)
         }
         return JSONResponse(
@@ -192,8 +194,10 @@ def _answer(outcomes: Sequence[Outcome], **done: Any) -> Response:
     )
 
 
-def _shown(name: str, value: object) -> object:
-    if _SECRET.search(name):
+def _shown(value: object, *, is_secret: bool) -> object:
+    if is_secret and isinstance(value, str) and is_redis_url(value) is None:
+        return without_secrets(value)
+    if is_secret:
         return "***" if value else None
     if isinstance(value, str | Path):
         return _PASSWORD.sub("***@", str(value))
