@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from services.cli.arguments import ClientParser, add_sampling, client_of, sampling_body
-from services.cli.client import Client
+from services.cli.client import Client, shown
 from services.cli.errors import CommandError
 
 _WELCOME = "Talking with {model}. /reset forgets the conversation, /quit or Ctrl-D leaves,"
@@ -99,7 +99,7 @@ def _answer_each_line(conversation: Conversation) -> None:
 
 def _print_answer(pieces: Iterable[str]) -> None:
     for piece in pieces:
-        print(piece, end="", flush=True)
+        print(shown(piece), end="", flush=True)
     print(flush=True)
 
 

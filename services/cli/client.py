@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any, Self
 
@@ -12,6 +13,9 @@ from services.cli.processes.tls_files import TlsFiles, why_no_tls
 
 _UNIX = "unix:"
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_CONTROLS_OF_TEXT = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""As _CONTROLS, without tabs and line breaks."""
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _ANY_HOST = "http://localhost"
 """The base URL for requests over a Unix socket, which has no host name."""
 
@@ -144,7 +148,7 @@ def _until_done(datas: Iterable[str]) -> Iterator[Any]:
             return
         event = _parse(data)
         if isinstance(event, dict) and "error" in event:
-            raise CommandError(_message_of(event) or data)
+            raise CommandError(_message_of(event) or json.dumps(event["error"]))
         yield event
     raise ServerAway("the connection ended before the answer was complete")
 
@@ -163,7 +167,7 @@ def _refuse(response: httpx.Response) -> None:
 def _message_of(body: Any) -> str | None:
     error = body.get("error") if isinstance(body, dict) else None
     message = error.get("message") if isinstance(error, dict) else error
-    return message if isinstance(message, str) and message else None
+    return _CONTROLS_OF_TEXT.sub(_REPLACEMENT, message) if isinstance(message, str) else None
 
 
 def _parse(text: str) -> Any:
@@ -173,9 +177,19 @@ def _parse(text: str) -> Any:
         raise CommandError(f"the server's answer is not JSON: {text[:80]!r}") from error
 
 
+def shown(text: str) -> str:
+    """A piece of a model's answer as it is printed. A pipe gets it unchanged. For a terminal, which
+    control characters could change, they are replaced, except tabs and line breaks. Carriage
+    returns, which some models write before line breaks, are removed.
+    """
+    if not sys.stdout.isatty():
+        return text
+    return _CONTROLS_OF_TEXT.sub(_REPLACEMENT, text.replace("\r", ""))
+
+
 def _without_controls(value: Any) -> Any:
     if isinstance(value, dict):
         return {_without_controls(name): _without_controls(each) for name, each in value.items()}
     if isinstance(value, list):
         return [_without_controls(each) for each in value]
-    return _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", value) if isinstance(value, str) else value
+    return _CONTROLS.sub(_REPLACEMENT, value) if isinstance(value, str) else value

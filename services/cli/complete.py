@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from services.cli.arguments import ClientParser, add_sampling, client_of, sampling_body
+from services.cli.client import shown
 from services.cli.errors import CommandError
 
 
@@ -29,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
         reason, num_tokens = None, None
         for event in client.stream("/v1/completions", body):
             for choice in event.get("choices", []):
-                print(choice.get("text", ""), end="", flush=True)
+                print(shown(choice.get("text", "")), end="", flush=True)
                 reason = choice.get("finish_reason") or reason
             num_tokens = (event.get("usage") or {}).get("completion_tokens", num_tokens)
     print(flush=True)

@@ -10,13 +10,16 @@ from typing import Any
 
 
 class SmallServer(ThreadingHTTPServer):
-    """Answers a completion with the words of the prompt, and a chat with the received messages.
+    """Answers a completion with the words of the prompt, and a chat with the received messages, or
+    each with `answer` if it is set.
 
     After the message "wait" the server sends half an answer, and sets `hung_up` once the client
     disconnects. The prompt "refuse" is refused, "break" breaks the connection, and "fail" sends an
     error in the stream. `model` is the model's name, `bodies` has all posted bodies, and `keys` the
     Authorization headers of all calls.
     """
+
+    answer: str | None = None
 
     def __init__(self, port: int = 0, tls: ssl.SSLContext | None = None) -> None:
         super().__init__(("127.0.0.1", port), _Handler)
@@ -77,7 +80,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(f"data: {event}\n\n".encode())
 
     def _events(self, body: dict[str, Any]) -> Iterator[str]:
-        if "messages" in body:
+        if self.server.answer is not None:
+            answer = self.server.answer
+            yield json.dumps({"choices": [{"text": answer, "delta": {"content": answer}}]})
+        elif "messages" in body:
             said = " ".join(message["content"] for message in body["messages"])
             yield json.dumps({"choices": [{"delta": {"role": "assistant"}}]})
             yield json.dumps({"choices": [{"delta": {"content": f"[{said}"}}]})
@@ -89,8 +95,9 @@ class _Handler(BaseHTTPRequestHandler):
             for word in body["prompt"].split():
                 yield json.dumps({"choices": [{"text": f"{word}."}]}, ensure_ascii=False)
         yield json.dumps({"choices": [], "usage": {}})
-        if body.get("prompt") == "fail":
-            yield json.dumps({"error": {"message": "the worker is away"}})
+        if str(body.get("prompt")).startswith("fail"):
+            detail = body["prompt"].removeprefix("fail")
+            yield json.dumps({"error": {"message": f"the worker is away{detail}"}})
         if body.get("prompt") != "break":
             yield "[DONE]"
 

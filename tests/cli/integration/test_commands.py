@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -172,6 +173,23 @@ def test_control_characters_in_an_answer_do_not_reach_the_terminal(
     server.model = "sm\x1b[2Jall\x9b5m \u2713\n"
     assert status.main(["--url", server.url]) == 0
     assert capsys.readouterr().out == "sm\ufffd[2Jall\ufffd5m \u2713\ufffd: 0 requests here\n"
+
+
+@pytest.mark.parametrize("command", ["complete", "chat"])
+def test_control_characters_of_a_model_reach_a_pipe_only(
+    server: SmallServer, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = "a\x1b]0;title\x07\r\n\tb\x9b5m\u2713"
+    monkeypatch.setattr(SmallServer, "answer", answer)
+    assert stepwell(command, "hello", "--url", server.url).stdout == answer + "\n"
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    assert import_module(f"services.cli.{command}").main(["hello", "--url", server.url]) == 0
+    assert terminal.getvalue() == "a\ufffd]0;title\ufffd\n\tb\ufffd5m\u2713\n"
+
+
+def test_control_characters_in_an_error_do_not_reach_the_terminal(server: SmallServer) -> None:
+    done = stepwell("complete", "fail\x1b[2J", "--url", server.url)
+    assert_refused(done, "stepwell complete: the worker is away\ufffd[2J")
 
 
 def test_input_that_is_no_text_is_refused(server: SmallServer) -> None:
