@@ -227,14 +227,16 @@ def _secret(variable: str, path: Path) -> FileText:
 
 def validate(settings: IsDataclass, named: Callable[[str], str] | None = None) -> None:
     """Runs the check of every field. Raises SettingError for the first failure. In the error, the
-    field's name is what `named` returns, by default its flag.
+    field's name is what `named` returns, by default its flag. The error does not show a secret.
     """
     for field in dataclasses.fields(settings):
         value, check = getattr(settings, field.name), field.metadata.get("check")
         complaint = check(value) if check is not None and value is not None else None
         if complaint is not None:
             name = (named or flag_name)(field.name)
-            raise SettingError(f"{name} {complaint}, not {as_text(value) or 'nothing'}")
+            is_secret = field.metadata.get("is_secret")
+            found = "" if is_secret else f", not {as_text(value) or 'nothing'}"
+            raise SettingError(f"{name} {complaint}{found}")
 
 
 def with_values(settings: T, values: Mapping[str, Any], where: str) -> T:

@@ -23,6 +23,7 @@ from services.common.process.settings import (
     variable_name,
     with_default,
 )
+from services.common.redis.url import is_redis_url
 
 
 class Colour(enum.Enum):
@@ -47,6 +48,7 @@ class Everything:
     limit: int | None = setting(None, doc="how many at most", check=at_least(10))
     folder: Path = setting(Path(), doc="where it lies", check=existing_directory)
     words: tuple[str, ...] = setting((), doc="what opens it", is_secret=True)
+    url: str | None = setting(None, doc="whom to ask", check=is_redis_url, is_secret=True)
 
 
 def parse(*argv: str, **environ: str) -> Everything:
@@ -119,6 +121,15 @@ def test_every_secret_of_a_program_can_be_a_file(program: str, tmp_path: Path) -
         environ = {f"{variable_name(program, name)}_FILE": str(file)}
         settings = parse_settings(cls, program, argv, environ)
         assert "redis://:word@redis:6379" in getattr(settings, name), name
+
+
+def test_an_error_does_not_show_a_secret(tmp_path: Path) -> None:
+    """A password with a slash that is not quoted is the most frequent mistake in a URL."""
+    (tmp_path / "url").write_text("redis://user:pass/word@host:6379")
+    with pytest.raises(SettingError) as caught:
+        parse("--name", "x", STEPWELL_THING_URL_FILE=str(tmp_path / "url"))
+    assert str(caught.value).startswith("--url must be redis://[user:password@]host:port")
+    assert "word@host" not in str(caught.value)
 
 
 def test_a_flag_wins_over_a_variable() -> None:
