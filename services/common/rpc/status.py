@@ -18,8 +18,8 @@ DOMAIN = "stepwell"
 UNDECODABLE = "UNDECODABLE"
 """The error reason for a message that cannot be decoded because it was damaged in transit."""
 _MAX_MESSAGE_BYTES = 1000
-"""Limit on an error's message in UTF-8. A status has the message up to three times, encoded in up to
-three times the bytes. With more than 8 kB of metadata, clients would receive RESOURCE_EXHAUSTED.
+"""Limit on an error's message in UTF-8. A status has the message up to three times, and encoding it
+takes up to three times the bytes. If metadata exceed 8 kB, grpc's clients see RESOURCE_EXHAUSTED.
 """
 DETAILS_KEY = "grpc-status-details-bin"
 """The key of the status details in the trailing metadata."""
