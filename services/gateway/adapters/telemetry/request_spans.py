@@ -243,8 +243,9 @@ def _asked(generation: Generation, is_stream: bool) -> Values:
         attributes[names.ATTR_IS_REPLAY] = True
     if sampling.max_tokens is not None:
         attributes[names.GENAI_REQUEST_MAX_TOKENS] = sampling.max_tokens
-    if request.sampling.seed is not None:
-        attributes[names.GENAI_REQUEST_SEED] = request.sampling.seed
+    if (seed := request.sampling.seed) is not None:
+        # A span's integers have 64 bits with a sign, so the seed is as the client wrote it.
+        attributes[names.GENAI_REQUEST_SEED] = seed if seed < 2**63 else seed - 2**64
     if request.stop:
         stops = [text[:_MAX_CHARACTERS] for text in request.stop[:_MAX_STOPS]]
         attributes[names.GENAI_REQUEST_STOP_SEQUENCES] = stops

@@ -39,7 +39,7 @@ async def test_a_span_tells_the_request_by_its_current_names(model: Path) -> Non
             "messages": [{"role": "user", "content": "hi"}],
             "max_tokens": 3,
             "temperature": 0.5,
-            "seed": 9,
+            "seed": -9,
             "stop": ["zzz"],
         }
         response = await served.http.post(
@@ -72,7 +72,7 @@ async def test_a_span_tells_the_request_by_its_current_names(model: Path) -> Non
             "gen_ai.request.top_k": 0,
             "gen_ai.request.frequency_penalty": 0.0,
             "gen_ai.request.presence_penalty": 0.0,
-            "gen_ai.request.seed": 9,
+            "gen_ai.request.seed": -9,
             "gen_ai.request.stop_sequences": ["zzz"],
             "gen_ai.request.choice.count": 1,
             "gen_ai.request.stream": False,
