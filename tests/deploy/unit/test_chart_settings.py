@@ -22,24 +22,22 @@ SECRET_FILES = {
     **{"plain": "sk-a,sk-b", "url": "redis://user:secret@redis.example.org:6379"},
 }
 
-_HEALTH_FILE = "health_file"
-"""The images set it. Kubernetes does not need it, because the kubelet probes over gRPC."""
-LEFT_OUT = {
+LEFT_OUT: dict[str, set[str]] = {
     # Operators' calls are served at a Unix socket, where no key is needed. Spans are sent to a
     # collector, because each of several gateways would store only a part of them. preStopSeconds
     # delays the drain.
     "gateway": {
         *("admin_key", "trace_address", "trace_store_max_per_minute"),
-        *("trace_linger_seconds", "drain_delay_seconds", _HEALTH_FILE),
+        *("trace_linger_seconds", "drain_delay_seconds"),
     },
-    "scheduler": {_HEALTH_FILE},
+    "scheduler": set(),
     # A pool listens only at a Unix socket, and its scheduler serves its metrics.
     "kvpool": {
         "metrics_address",
         *("internal_tls_cert_file", "internal_tls_key_file", "internal_tls_ca_file"),
-        *("internal_tls_allowed_names", _HEALTH_FILE),
+        "internal_tls_allowed_names",
     },
-    "worker": {_HEALTH_FILE},
+    "worker": set(),
 }
 """The settings of each service that no value of the chart can set."""
 DEFAULTS = {"resubmit_timeout_seconds"}

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from decimal import Decimal
+from pathlib import PurePosixPath
 from typing import Any
 
 from tests.deploy.network_policies import STRANGER, Policies
@@ -65,6 +66,19 @@ def test_ports_of_a_pod_differ(release: Rendered) -> None:
     for pod in release.pods():
         ports = [port for container in pod.containers() for port in container.ports().values()]
         assert len(ports) == len(set(ports)), pod.component
+
+
+def test_services_of_a_pod_write_different_health_files(release: Rendered) -> None:
+    """Each service replaces its file once a second, which fails if another one does the same."""
+    for pod in release.pods():
+        services = [container for container in pod.containers() if container.service]
+        files = [
+            container.environment()[f"STEPWELL_{str(container.service).upper()}_HEALTH_FILE"]
+            for container in services
+        ]
+        assert len(files) == len(set(files)), pod.component
+        for container, file in zip(services, files, strict=True):
+            assert str(PurePosixPath(file).parent) in container.mounts(), container.name
 
 
 def test_services_lead_to_ports_of_pods(release: Rendered) -> None:

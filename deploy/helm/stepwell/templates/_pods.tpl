@@ -32,6 +32,9 @@ its drain time in seconds. */ -}}
   value: /tmp
 - name: {{ $prefix }}_HEALTH_ADDRESS
   value: {{ include "stepwell.listen" (list $root (index . 2)) | quote }}
+# The containers of a pod share /tmp, in which all images have the same health file.
+- name: {{ $prefix }}_HEALTH_FILE
+  value: /tmp/{{ index . 1 }}.health
 - name: {{ $prefix }}_DRAIN_SECONDS
   value: {{ include "stepwell.text" (index . 3) | quote }}
 - name: {{ $prefix }}_LOG_LEVEL
