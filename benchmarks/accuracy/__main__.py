@@ -4,8 +4,8 @@
 
 1. Profile: `stepwell profile` measures steps of a worker with the same settings and fits a model of
    step times to them. The errors are of held-out steps, which are not used in the fit.
-2. Serving costs, the time that the services add to each step: they are fitted to two real runs with
-   other loads and other conversations.
+2. Serving costs, the time that the services add to each step: they are fitted to real runs
+   with other loads and other conversations.
 3. Comparison: real runs at 0.5, 1 and 2 times the capacity, and at 2 times the capacity with each
    further policy. Clients send conversations over HTTP. The simulations use the same conversations,
    the same scheduler settings and the fitted times.
@@ -51,9 +51,9 @@ from services.simulation.laboratory.workloads import NAMES
 from services.worker.core.step_times import NO_SERVING, StepTimes
 from services.worker.profiles.profile import MeasuredProfile, read_profile
 
-FITTED_LOADS = 0.4, 1.0
-"""Loads, relative to the capacity, of the two real runs to which serving costs are fitted. This
-capacity is simulated without serving costs.
+FITTED_LOADS = 0.2, 0.5, 1.0
+"""Loads, relative to the capacity, of the real runs to which serving costs are fitted: with few and
+with many requests at once. This capacity is simulated without serving costs.
 """
 SHORTEST = "benchmarks.accuracy.shortest_prompt:ShortestPromptFirst"
 POLICIES = f"fcfs,priority,{SHORTEST}"

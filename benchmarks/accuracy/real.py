@@ -77,6 +77,7 @@ async def run_conversations(
         "STEPWELL_SCHEDULER_STEP_LOG": str(step_log),
         "STEPWELL_SCHEDULER_MAX_QUEUE_SECONDS": "0",
         "STEPWELL_SCHEDULER_MAX_NUM_WAITING": "100000",
+        "STEPWELL_GATEWAY_MAX_CONCURRENT_REQUESTS": "100000",
     }
     async with Stack(settings, variables) as stack:
         client = make_client(stack.http)
