@@ -292,6 +292,15 @@ def test_notes_name_objects_that_exist(releases: dict[str, Rendered], name: str)
     assert set(hosts) == set(re.findall(r"by gateway\.\w+: (.+)", release.notes))
 
 
+def test_notes_do_not_warn_that_keys_in_a_volume_are_lost() -> None:
+    redis = {"internal": {"enabled": True, "persistence": {"enabled": True}}}
+    values = example("small", gateway={"apiKeys": {"inRedis": True}}, redis=redis)
+    (release,) = render_chart({"keys": values}).values()
+    assert release.of("PersistentVolumeClaim")
+    assert "has no password" in release.notes
+    assert "lost" not in release.notes
+
+
 def test_the_versions_are_those_of_the_project() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
