@@ -50,6 +50,8 @@ def main() -> None:
     for rank in range(size):
         if not is_ending:
             running.add(_start(rank, sys.argv[1:], os.environ))
+    if is_ending:  # A signal may have arrived after the start of a rank that was not listed yet.
+        send(signal.SIGTERM)
     failure = 0
     while running:
         pid, ended = os.wait()

@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,34 @@ async def test_a_killed_rank_ends_the_others_before_they_have_joined(tmp_path: P
     assert status == 128 + signal.SIGKILL, lines
     with pytest.raises(ProcessLookupError):
         os.kill(pids[0], 0)
+
+
+def test_a_signal_at_the_start_of_a_rank_reaches_this_rank(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path / "model", "llama")
+    done = subprocess.run(
+        [
+            *(sys.executable, "-c", _SIGNAL_AT_START, "--model", str(tmp_path / "model")),
+            *("--tensor-parallel-size", "2", "--address", f"unix:{tmp_path}/{{rank}}.sock"),
+        ],
+        timeout=DEADLINE_SECONDS,
+        check=False,
+    )
+    # The signal ends a rank that still imports its modules. Later, it would be killed instead.
+    assert done.returncode == 128 + signal.SIGTERM
+
+
+_SIGNAL_AT_START = """
+import os, signal
+from services.worker import local_ranks
+
+def start(*arguments, start=os.posix_spawn):
+    pid = start(*arguments)
+    os.kill(os.getpid(), signal.SIGTERM)
+    return pid
+
+os.posix_spawn = start
+local_ranks.main()
+"""
 
 
 async def test_ranks_that_cannot_start_end_with_their_reason(tmp_path: Path) -> None:
