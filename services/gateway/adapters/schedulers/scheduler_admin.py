@@ -1,12 +1,13 @@
 """Operators' calls to one scheduler."""
 
+import asyncio
 from collections.abc import Awaitable
 from typing import TypeVar
 
 import grpc
 from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
-from services.common.errors import DeadlineExceeded
+from services.common.errors import DeadlineExceeded, Unavailable
 from services.common.replica.messages import pause_mode_to_proto
 from services.common.replica.pause_mode import PauseMode
 from services.common.request.adapter import Adapter
@@ -65,6 +66,12 @@ class SchedulerAdmin:
     async def _answer(self, call: Awaitable[T]) -> T:
         try:
             return await call
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # The link has closed the channel, which cancels its calls.
+            raise Unavailable("the replica was removed before it replied") from error
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise DeadlineExceeded(

@@ -131,6 +131,25 @@ async def test_replicas_that_are_away_or_hang_are_reported(model: Path) -> None:
         await away.start()
 
 
+async def test_a_replica_that_is_removed_during_a_call_is_reported(model: Path) -> None:
+    gone, fine = FakeScheduler(), FakeScheduler()
+    async with administered(model, gone, fine) as (served, admin):
+        gone.hang()
+        pausing = asyncio.create_task(post(admin, "/pause?mode=keep", status=503))
+        await until(lambda: gone.operators_calls)
+        gone.end_sessions()
+
+        def is_removed() -> bool:
+            for source in served.gateway.membership._addresses:
+                served.gateway.fleet.set_addresses(source, [fine.address])
+            return len(served.gateway.membership.replicas) == 1
+
+        await until(is_removed)
+        first, second = (await pausing)["replicas"]
+        assert (first["ok"], first["error"]["code"]) == (False, "unavailable")
+        assert second == {"address": fine.address, "ok": True}
+
+
 async def test_a_drained_replica_gets_no_new_requests_and_keeps_those_it_has(model: Path) -> None:
     one, other = FakeScheduler(permits=0), FakeScheduler()
     async with administered(model, one, other, routing_policy="round-robin") as (served, admin):
