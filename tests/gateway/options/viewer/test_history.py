@@ -40,6 +40,17 @@ def test_all_is_bounded() -> None:
     assert len(history.bins(1e9)) <= MAX_BINS
 
 
+def test_a_clock_that_was_set_back_does_not_stop_the_history() -> None:
+    history = History()
+    history.refused(7200.0, "queue_full")
+    history.answered(3601.0, 3.0, 1.0, 5, failed=False)
+    history.refused(3612.0, "queue_full")
+    first, last = history.bins(3612.0)
+    assert (first.began, first.num_ended, first.num_refused) == (3600, 1, 0)
+    assert (last.began, last.num_refused) == (3610, 1)
+    assert [event.unix_seconds for event in history.events()] == [7200.0, 3612.0]
+
+
 def test_what_changes_at_a_replica_is_an_event() -> None:
     history, now = History(), 0.0
     for status in (

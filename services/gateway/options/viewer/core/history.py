@@ -126,9 +126,12 @@ class History:
 
     def _bin(self, now: float) -> Bin:
         """Returns the current bin. If it does not exist, adds it and the missing bins before it.
-        New bins start with the previous bin's queues and pools, which the next sample replaces.
+        New bins start with the previous bin's queues and pools, which the next sample replaces. If
+        the clock was set back, removes the bins that are in the future.
         """
         began = int(now // BIN_SECONDS) * BIN_SECONDS
+        while self._bins and self._bins[-1].began > began:
+            self._bins.pop()
         if not self._bins or began - self._bins[-1].began > MAX_BINS * BIN_SECONDS:
             self._bins.append(Bin(began))
         while (last := self._bins[-1]).began < began:
@@ -140,7 +143,7 @@ class History:
 
     def _note(self, now: float, kind: str, replica: str, text: str) -> None:
         for event in reversed(self._events):
-            if event.unix_seconds < now - BIN_SECONDS:
+            if not now - BIN_SECONDS <= event.unix_seconds <= now:
                 break
             if (event.kind, event.replica, event.text) == (kind, replica, text):
                 event.count += 1
