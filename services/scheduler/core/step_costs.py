@@ -30,6 +30,8 @@ class StepCosts:
         """Number of requests, number of prompt tokens, and seconds of each step with prompts."""
         self._fitted: tuple[float, float] | None = None
         """The costs of a step and of a decoding request. None if they must be fitted again."""
+        self._prompt_token: float | None = None
+        """The cost of a prompt token. None if it must be computed again."""
         self._loads: deque[tuple[int, float]] = deque(maxlen=RECENT_STEPS)
         """Number of tokens and duration in seconds of each recent KV load."""
 
@@ -40,9 +42,10 @@ class StepCosts:
         num_prompt_tokens = num_tokens - num_requests
         if num_prompt_tokens >= MIN_PROMPT_TOKENS:
             self._computing.append((num_requests, num_prompt_tokens, seconds))
+            self._prompt_token = None
         elif not num_prompt_tokens:
             self._decoding.append((num_requests, seconds))
-            self._fitted = None
+            self._fitted = self._prompt_token = None
 
     def observe_load(self, num_tokens: int, seconds: float) -> None:
         """Records that keys and values of `num_tokens` tokens were loaded within `seconds`."""
@@ -68,6 +71,11 @@ class StepCosts:
     @property
     def seconds_per_prompt_token(self) -> float:
         """Seconds for each token of a prompt. 0 while unknown."""
+        if self._prompt_token is None:
+            self._prompt_token = self._seconds_per_prompt_token()
+        return self._prompt_token
+
+    def _seconds_per_prompt_token(self) -> float:
         num_tokens = sum(tokens for _, tokens, _ in self._computing)
         if num_tokens < MIN_COMPUTED_TOKENS:
             return 0.0

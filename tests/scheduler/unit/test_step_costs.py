@@ -1,5 +1,8 @@
 """Estimates from the times of steps how many seconds a prompt token and a decoding request add."""
 
+from collections import deque
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,6 +11,7 @@ from services.scheduler.core.step_costs import (
     MIN_COMPUTED_TOKENS,
     MIN_PROMPT_TOKENS,
     MIN_STEPS,
+    RECENT_STEPS,
     StepCosts,
 )
 
@@ -132,3 +136,25 @@ def test_no_cost_is_negative(steps: list[tuple[int, int]], each: float) -> None:
     assert costs.seconds_per_step >= 0
     assert costs.seconds_per_decode >= 0
     assert costs.slowdown(1, 4) >= 1
+
+
+def test_the_cost_of_a_prompt_token_is_computed_once_between_steps() -> None:
+    """The policy `program` reads it for each of the contexts that it compares in a step."""
+
+    class Counted(deque[tuple[int, int, float]]):
+        num_read = 0
+
+        def __iter__(self) -> Iterator[tuple[int, int, float]]:
+            Counted.num_read += 1
+            return super().__iter__()
+
+    costs = StepCosts()
+    costs._computing = Counted(maxlen=RECENT_STEPS)
+    costs.observe(1, 1001, 2.0)
+    assert {costs.seconds_per_prompt_token for _ in range(100)} == {0.002}
+    assert Counted.num_read <= 2
+    costs.observe(1, 1001, 4.0)
+    assert costs.seconds_per_prompt_token == pytest.approx(0.003)
+    for _ in range(MIN_STEPS):
+        costs.observe(1, 1, 1.0)
+    assert costs.seconds_per_prompt_token == pytest.approx(0.002)

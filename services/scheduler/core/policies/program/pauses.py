@@ -29,9 +29,12 @@ class PauseStatistics:
         self._of_tool: OrderedDict[tuple[bytes | None, str], PausesOfTool] = OrderedDict()
         """Maps tenant (None: all) and tool to pauses, the least recently used pair first."""
         self._all = PausesOfTool()
+        self._used_for: dict[tuple[bytes, str], PausesOfTool | None] = {}
+        """Results of `_of`. Emptied when a number of pauses changes."""
 
     def ended(self, tenant: bytes, tool: str, seconds: float) -> None:
         """Adds an ended pause. Its length is NEVER if the program is presumed to have ended."""
+        self._used_for.clear()
         for key in ((tenant, tool), (None, tool)):
             pauses = self._of_tool.get(key)
             if pauses is None:
@@ -46,6 +49,7 @@ class PauseStatistics:
         """Sets the pauses that have not ended: tenant, tool, and seconds so far. They are counted
         so that it is soon recognized if programs rarely return after a tool.
         """
+        self._used_for.clear()
         ongoing = defaultdict[tuple[bytes | None, str], list[float]](list)
         for tenant, tool, seconds in pauses:
             ongoing[tenant, tool].append(seconds)
@@ -80,11 +84,12 @@ class PauseStatistics:
         return pauses is not None and age > 2 * pauses.usual
 
     def _of(self, tenant: bytes, tool: str) -> "PausesOfTool | None":
-        for key in ((tenant, tool), (None, tool)):
-            pauses = self._of_tool.get(key)
-            if pauses is not None and len(pauses) >= _LEAST:
-                return pauses
-        return self._all if len(self._all) >= _LEAST else None
+        key = tenant, tool
+        if key not in self._used_for:
+            candidates = self._of_tool.get(key), self._of_tool.get((None, tool)), self._all
+            known = (one for one in candidates if one is not None and len(one) >= _LEAST)
+            self._used_for[key] = next(known, None)
+        return self._used_for[key]
 
 
 class PausesOfTool:
