@@ -213,6 +213,10 @@ class KnownPrograms:
         """Contexts that clients want to be kept longer than `_idle_seconds`, oldest first."""
         self._by_hash: dict[tuple[bytes, BlockHash], Context] = {}
         """Maps tenants and hashes to contexts. Tenants may send equal prompts."""
+        self._without_context: dict[Program, None] = {}
+        """Named programs that had no context when their last turn or pause ended, the longest idle
+        first. Some of them have begun another turn since.
+        """
         self._next_id = 1
         self._num_begun = 0
         self._named = NamedPrograms(self._most)
@@ -332,6 +336,25 @@ class KnownPrograms:
                 if now - context.paused_at < limit and self.num_paused <= self._most:
                     break
                 yield context
+
+    def rest(self, program: Program) -> None:
+        """Must be called when a program's turn or pause has ended and left no context."""
+        if program.name is not None and not (program.num_running or program.contexts):
+            self._without_context.pop(program, None)
+            self._without_context[program] = None
+
+    def idle_without_context(self, now: float) -> Iterator[Program]:
+        """Yields the programs without contexts whose last turn ended `_idle_seconds` ago. The
+        caller must end them.
+        """
+        while self._without_context:
+            program = next(iter(self._without_context))
+            is_idle = not (program.has_ended or program.num_running or program.contexts)
+            if is_idle and now - program.last_active < self._idle_seconds:
+                break
+            del self._without_context[program]
+            if is_idle:
+                yield program
 
     def end(self, program: Program) -> list[Context]:
         """Ends a program and the pauses of its contexts. Returns the contexts."""

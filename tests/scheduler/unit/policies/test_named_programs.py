@@ -174,6 +174,31 @@ async def test_a_program_that_never_says_goodbye_ends_with_its_parents_wait() ->
     assert paused.program.num_children == 0
 
 
+@pytest.mark.parametrize("policy", ["program", "continuum-fixed"])
+async def test_a_program_whose_only_turn_left_no_context_ends(policy: str) -> None:
+    """The client of the child has left before the first step. Otherwise the parent would seem to
+    wait for the child for ever.
+    """
+    agents = Agents(policy=policy)
+    agents.story.add("one", prompt(16), program=DeclaredProgram("parent"))
+    parent = program_of(agents, "parent")
+    child = DeclaredProgram("child", "parent")
+    left = agents.story.add("two", prompt(16, first=300), program=child)
+    agents.story.scheduler.abort(left)
+    assert parent.num_children == 1
+    agents.now += 500
+    again = agents.story.add("two", prompt(16, first=300), program=child)
+    assert again.program_turn is not None
+    assert again.program_turn.number == 2
+    agents.story.scheduler.abort(again)
+    for seconds, num_children in ((500, 1), (200, 0)):
+        agents.now += seconds
+        await agents.turn("three", prompt(16, first=600))
+        assert parent.num_children == num_children
+    assert program_of_or_none(agents, "child") is None
+    assert not agents.retention._known._without_context
+
+
 def program_of_or_none(agents: Agents, name: str) -> Program | None:
     keys = [key for key in agents.retention._known._named._programs if key[-1] == name]
     return agents.retention._known._named._programs[keys[0]] if keys else None

@@ -152,6 +152,8 @@ class Pins(Retention):
                 self._set_deadline(turn, turn.context.paused_at + UNDECIDED_SECONDS)
             if declared is not None and declared.tool:
                 self.end_turn(turn.context.id, declared.tool, ends=False)
+        else:
+            self._known.rest(program)
 
     def end_turn(self, context: ContextId, tool: str, *, ends: bool) -> None:
         turn = self._undecided.pop(context, None)
@@ -177,11 +179,14 @@ class Pins(Retention):
         turn = self._undecided[context.id] = EndedTurn(context, request.key, math.inf)
         if same is not None:
             self._end_pause(same)
+            self._known.rest(same.program)
         for idle in self._known.idle(context.paused_at):
             if idle.program.num_running or len(idle.program.contexts) > 1:
                 self._end_pause(idle)
             else:
                 self._end(idle.program)
+        for program_idle in self._known.idle_without_context(context.paused_at):
+            self._end(program_idle)
         return turn
 
     def _end_pause(self, context: Context) -> None:

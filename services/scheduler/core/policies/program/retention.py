@@ -167,6 +167,7 @@ class ProgramRetention(Retention):
             self._end(program)
         num_blocks = request.num_committed_blocks
         if not num_blocks or program.has_ended or not request.known_to_pool:
+            self._known.rest(program)
             return None
         context, same = self._known.pause(request, program, now, self._size)
         context.tool = "" if declared is None else declared.tool
@@ -177,6 +178,7 @@ class ProgramRetention(Retention):
         self._contexts[context.id] = context
         if same is not None:
             self._ended.returned(same.program)
+            self._known.rest(same.program)
             self._drop(same)
         self._forget_idle()
         request.context = context.id
@@ -325,6 +327,8 @@ class ProgramRetention(Retention):
                 self._drop(context)
             else:
                 self._presume_ended(program)
+        for program in self._known.idle_without_context(self._clock()):
+            self._end(program)
 
     def paused(self, most: int, now: float) -> list[PausedProgram]:
         latest = reversed(self._contexts.values())
