@@ -37,8 +37,8 @@ class Decoding:
 def decodings(
     lines: Iterable[str], answered: Sequence[Answered], times: StepTimes
 ) -> list[Decoding]:
-    """A Decoding for each answer whose tokens arrived in at least two steps. `lines` are the lines
-    of the scheduler's step log.
+    """A Decoding for each answer whose tokens were computed in at least two steps and did not all
+    arrive at the same time. `lines` are the lines of the scheduler's step log.
     """
     keys: dict[tuple[int, ...], int] = {}
     order, sizes, sums = dict[int, int](), [0], [np.zeros(2)]
@@ -63,7 +63,7 @@ def decodings(
     found = []
     for answer in answered:
         key = keys[answer.prompt]
-        if last[key] > first[key]:
+        if last[key] > first[key] and answer.last > answer.first:
             seconds, num_new = (sums[last[key]] - sums[first[key]]).tolist()
             num_steps = np.bincount(sizes[first[key] + 1 : last[key] + 1])
             found.append(Decoding(answer.last - answer.first, seconds, num_steps, int(num_new)))
