@@ -25,7 +25,7 @@ _REFUSED = {
     "velora_config": "VeLoRA",
 }
 """Fields that change what an adapter computes. They must be false, null or empty."""
-_CHANGED_BASES = ("pissa", "olora", "corda", "loftq")
+_CHANGED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Initializations that change the base weights, so that an adapter no longer fits the model."""
 
 

@@ -73,6 +73,7 @@ def changed(model: Path, to: Path, **values: Any) -> Path:
         ({"modules_to_save": ["lm_head"]}, "modules_to_save: "),
         ({"use_qalora": True}, "use_qalora: "),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
+        ({"init_lora_weights": "lora_ga"}, "trained with changed base weights"),
         ({"r": 0}, "r must be"),
         ({"lora_alpha": "much"}, "lora_alpha must be a positive number"),
         ({"lora_alpha": float("nan")}, "lora_alpha must be a positive number, not nan"),
