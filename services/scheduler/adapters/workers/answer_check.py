@@ -45,6 +45,12 @@ class ExpectedAnswer:
         has_any = plan.block_tables or with_logprobs.requests
         self._logprobs = with_logprobs.in_step(plan) if has_any else {}
 
+    @property
+    def num_prompt_logprobs(self) -> int:
+        """Number of prompt tokens for which the step computes log-probabilities."""
+        wanted = self._logprobs.values()
+        return sum(one.num_prompt_rows for one in wanted if one.num_prompt is not None)
+
     def check(
         self, output: ModelRunnerOutput, num_tokens: Sequence[int], token_ids: Sequence[int]
     ) -> None:

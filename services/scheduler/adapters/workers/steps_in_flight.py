@@ -3,6 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
+from operator import mul
 
 from stepwell.worker.v1 import worker_pb2
 
@@ -20,6 +21,19 @@ from services.scheduler.core.engine.deadlines import Deadlines
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.ports import WorkersLost
 from services.scheduler.options.listed import TRANSFERS
+
+_CONTEXT = 1024
+"""On a CPU, a token's attention to about this many tokens takes as long as its other work."""
+_LOGPROBS = 64
+"""On a GPU, the log-probabilities of a prompt token take as long as 64 tokens or more."""
+
+
+def _size(plan: SchedulerOutput, num_prompt_logprobs: int) -> int:
+    """The size of a step for Deadlines. It grows with contexts and with log-probabilities of
+    prompts, because they can make a step 20 times as long as another step of as many tokens.
+    """
+    contexts: int = sum(map(mul, plan.num_scheduled_tokens, plan.num_computed_tokens))
+    return contexts + _CONTEXT * (plan.num_tokens + _LOGPROBS * num_prompt_logprobs)
 
 
 class SentStep:
@@ -173,11 +187,17 @@ class StepsInFlight:
             self._loop = asyncio.get_running_loop()
         return self._loop
 
-    def add(self, generation: int, plan: SchedulerOutput, allowed_seconds: float) -> SentStep:
+    def add(
+        self, generation: int, plan: SchedulerOutput, allowed_seconds: float | None = None
+    ) -> SentStep:
+        """Adds a step. By default its time limit follows from earlier steps of its size."""
         expected = ExpectedAnswer(plan, self.model, self._with_logprobs)
+        size = _size(plan, expected.num_prompt_logprobs)
+        if allowed_seconds is None:
+            allowed_seconds = self._deadlines.seconds(size)
         if plan.kv_connector_metadata is not None:
             self.transfers.begin(plan.kv_connector_metadata)
-        step = SentStep(self, generation, plan.step, plan.num_tokens, allowed_seconds, expected)
+        step = SentStep(self, generation, plan.step, size, allowed_seconds, expected)
         self._steps.append(step)
         if len(self._steps) == 1:
             self._begin_oldest(self.loop.time())

@@ -330,13 +330,16 @@ class WorkerGroup:
             self._steps.transfers.add(request, plan.kv_connector_metadata)
         if self._steps.num_stages > 1:
             request.last_token_ids = last_token_ids(plan)
-        return await self._send(request, plan, self._deadlines.seconds(plan.num_tokens))
+        return await self._send(request, plan)
 
     async def _send(
-        self, request: worker_pb2.ExecuteRequest, plan: SchedulerOutput, allowed_seconds: float
+        self,
+        request: worker_pb2.ExecuteRequest,
+        plan: SchedulerOutput,
+        allowed_seconds: float | None = None,
     ) -> asyncio.Future[ModelRunnerOutput]:
-        request.timeout_millis = math.ceil(1000 * allowed_seconds)
         step = self._steps.add(self._generation, plan, allowed_seconds)
+        request.timeout_millis = math.ceil(1000 * step.allowed_seconds)
         self._is_sending = True
         try:
             for rank in self._ranks:
