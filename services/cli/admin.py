@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from services.cli.arguments import key
 from services.cli.client import Client
 from services.cli.errors import CommandError, CommandParser
 from services.cli.processes.tls_files import TlsFiles
@@ -16,14 +17,14 @@ _MODES = ("abort", "wait", "keep")
 
 def main(argv: Sequence[str]) -> int:
     arguments = vars(_parser().parse_args(argv))
-    url, key, call = (arguments.pop(name) for name in ("url", "admin_key", "call"))
+    url, admin_key, call = (arguments.pop(name) for name in ("url", "admin_key", "call"))
     if call in _NAME_REPLICAS and not arguments["replica"]:
         raise CommandError(
             f"{call} needs --replica ADDRESS, as `stepwell status` names it", exit_status=2
         )
     tls = TlsFiles.taken_from(arguments)
     query = {name: value for name, value in arguments.items() if value not in (None, False)}
-    with Client(url, key, tls, served_by="stepwell up --admin-port 8001") as client:
+    with Client(url, admin_key, tls, served_by="stepwell up --admin-port 8001") as client:
         answer = client.post(f"/{call.replace('-', '_')}", query)
     for replica in answer["replicas"]:
         print(f"{replica['address']}: {_status_text(replica, answer['status'])}")
@@ -44,6 +45,7 @@ def _parser() -> CommandParser:
     )
     parser.add_argument(
         "--admin-key",
+        type=key,
         default=os.environ.get("STEPWELL_ADMIN_KEY"),
         help="key of the gateway's --admin-address",
     )

@@ -1,8 +1,11 @@
 """The common flags of the commands that are clients of a gateway."""
 
 import argparse
+import math
 import os
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from services.cli import DEFAULT_URL
@@ -10,27 +13,48 @@ from services.cli.client import Client
 from services.cli.errors import CommandError, CommandParser
 from services.cli.processes.tls_files import TlsFiles
 
+_SECONDS_PER_DAY = 86_400
 _HIGH_TEMPERATURE = 2.0
 """The highest temperature that OpenAI's API accepts."""
-_SAMPLING: tuple[tuple[str, type, str], ...] = (
+
+
+def key(text: str) -> str:
+    """An API key without the line break that files and secrets often have at their end."""
+    if not ((text := text.strip()).isascii() and text.isprintable()):
+        raise argparse.ArgumentTypeError("must be printable ASCII characters in one line")
+    return text
+
+
+def _number(text: str) -> float:
+    with suppress(ValueError):
+        if math.isfinite(number := float(text)):
+            return number
+    raise argparse.ArgumentTypeError(f"must be a number, not {text!r}")
+
+
+_SAMPLING: tuple[tuple[str, Callable[[str], float], str], ...] = (
     ("max_tokens", int, "most tokens to generate"),
-    ("temperature", float, "temperature of sampling: 0 is greedy, 1 the model's own distribution"),
-    ("top_p", float, "keep the smallest set of tokens with this probability"),
+    (
+        "temperature",
+        _number,
+        "temperature of sampling: 0 is greedy, 1 the model's own distribution",
+    ),
+    ("top_p", _number, "keep the smallest set of tokens with this probability"),
     ("top_k", int, "keep the k most probable tokens"),
     (
         "min_p",
-        float,
+        _number,
         "drop tokens whose probability is below this share of the highest probability",
     ),
-    ("presence_penalty", float, "penalty for tokens that the answer already has"),
+    ("presence_penalty", _number, "penalty for tokens that the answer already has"),
     (
         "frequency_penalty",
-        float,
+        _number,
         "penalty for tokens, times the number of their occurrences in the answer",
     ),
     (
         "repetition_penalty",
-        float,
+        _number,
         "penalty for tokens that the prompt or the answer already has; 1: none",
     ),
     ("seed", int, "the same seed gives the same answer"),
@@ -52,7 +76,10 @@ class ClientParser(CommandParser):
             help=f"where the server is (default: {DEFAULT_URL})",
         )
         self.add_argument(
-            "--api-key", default=os.environ.get("STEPWELL_API_KEY"), help="key to the server"
+            "--api-key",
+            type=key,
+            default=os.environ.get("STEPWELL_API_KEY"),
+            help="key to the server",
         )
         TlsFiles.add_flags(self)
 
@@ -72,10 +99,10 @@ def add_interval(parser: argparse.ArgumentParser) -> None:
 
 
 def interval_of(arguments: argparse.Namespace) -> float:
-    """The value of --interval-seconds. Raises CommandError if the value is not above 0."""
+    """The value of --interval-seconds. Raises CommandError if nobody could wait so long."""
     seconds: float = arguments.interval_seconds
-    if not seconds > 0:
-        raise CommandError("--interval-seconds must be above 0", exit_status=2)
+    if not 0 < seconds <= _SECONDS_PER_DAY:
+        raise CommandError("--interval-seconds must be above 0, and a day at most", exit_status=2)
     return seconds
 
 

@@ -1,5 +1,6 @@
 """The error that ends a command, with one sentence for people and an exit status."""
 
+from pathlib import Path
 from typing import Any, NoReturn
 
 from services.common.process.argument_parser import ArgumentParser
@@ -12,6 +13,12 @@ class CommandError(Exception):
         super().__init__(sentence)
         self.sentence = sentence
         self.exit_status = exit_status
+
+
+def require_directory(path: Path | None) -> None:
+    """Raises CommandError if a file cannot be written because its directory does not exist."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise CommandError(f"cannot write {path}: its directory does not exist", exit_status=2)
 
 
 class CommandParser(ArgumentParser):

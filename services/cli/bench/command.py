@@ -26,7 +26,7 @@ from services.cli.bench.loads import MAX_TOKENS
 from services.cli.bench.run import BenchRun, Outcome
 from services.cli.bench.settings import BenchSettings
 from services.cli.client import Client
-from services.cli.errors import CommandError
+from services.cli.errors import CommandError, require_directory
 from services.cli.plotting import require_matplotlib
 
 _INTERRUPTED = 130
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     if output.plot is not None:
         require_matplotlib()
     for path in (output.json, output.plot):
-        _require_directory(path)
+        require_directory(path)
     outcome = _measure(settings)
     summary = summarize(outcome.records, settings.goodput)
     print(outcome.headline)
@@ -79,11 +79,6 @@ def _vocabulary(settings: BenchSettings, client: Client, model: str) -> Vocabula
             return None
         count, source = found, "the server's /tokenize"
     return counted_vocabulary(count, source)
-
-
-def _require_directory(path: Path | None) -> None:
-    if path is not None and not path.absolute().parent.is_dir():
-        raise CommandError(f"cannot write {path}: its directory does not exist", exit_status=2)
 
 
 def _write_json(value: dict[str, Any], path: Path) -> None:

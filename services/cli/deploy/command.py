@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from services.cli.arguments import key
 from services.cli.bench.argument_types import above_zero, count
 from services.cli.deploy.changes import Rotation, Upgrade
 from services.cli.deploy.check import Check, until_healthy
@@ -127,7 +128,10 @@ def _parser() -> CommandParser:
         help="replace all images by images of this tag too, and back; needs two-gateways.yaml",
     )
     parser.add_argument(
-        "--api-key", default=os.environ.get("STEPWELL_API_KEY"), help="key to the gateway"
+        "--api-key",
+        type=key,
+        default=os.environ.get("STEPWELL_API_KEY"),
+        help="key to the gateway",
     )
     for name, kind, default, text in (
         ("streams", count, 4, "streams at once"),

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from services.cli.errors import CommandError, CommandParser
+from services.cli.errors import CommandError, CommandParser, require_directory
 from services.common.errors import StepwellError
 from services.common.process.settings import SettingError, parse_settings
 
@@ -49,6 +49,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     if arguments.steps < _LEAST_STEPS:
         parser.error(f"--steps must be at least {_LEAST_STEPS}")
+    require_directory(arguments.output)
     # Imported here, since importing torch takes seconds.
     from services.cli.profile.fit import fit_times  # noqa: PLC0415
     from services.cli.profile.steps import MeasuredWorker  # noqa: PLC0415

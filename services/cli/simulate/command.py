@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from services.cli.errors import CommandError, CommandParser
+from services.cli.errors import CommandError, CommandParser, require_directory
 from services.cli.plotting import require_matplotlib
 from services.cli.simulate.report import document, draw, tables
 from services.cli.simulate.step_log import read_step_log
@@ -49,6 +49,8 @@ def main(argv: Sequence[str]) -> int:
         return _check(arguments)
     if arguments.plot is not None:
         require_matplotlib()
+        _make_directory(arguments.plot)
+    require_directory(arguments.json)
     try:
         setups = _setups(arguments)
         programs = _programs(arguments)
@@ -60,7 +62,6 @@ def main(argv: Sequence[str]) -> int:
     if arguments.json is not None:
         _write(arguments.json, document(runs, settings))
     if arguments.plot is not None:
-        arguments.plot.mkdir(parents=True, exist_ok=True)
         title = "   ".join(
             f"{name} {value}" for name, value in settings.items() if value is not None
         )
@@ -266,6 +267,13 @@ class Progress:
         line = f"{self._name}: {share} %, {self._num_ended:,} programs{more}"
         end = "" if more or self._is_terminal else "\n"
         print(f"\r{line}" if self._is_terminal else line, end=end, file=sys.stderr, flush=True)
+
+
+def _make_directory(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CommandError(f"--plot {path}: {error.strerror}", exit_status=2) from None
 
 
 def _write(path: Path, text: str) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from services.cli import status
+from services.cli.__main__ import main
 from tests.cli.small_server import SmallServer, small_server
 
 ROOT = Path(__file__).parents[3]
@@ -190,6 +191,39 @@ def test_control_characters_of_a_model_reach_a_pipe_only(
 def test_control_characters_in_an_error_do_not_reach_the_terminal(server: SmallServer) -> None:
     done = stepwell("complete", "fail\x1b[2J", "--url", server.url)
     assert_refused(done, "stepwell complete: the worker is away\ufffd[2J")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("complete", "--temperature", "nan"), "argument --temperature: must be a number, not 'n"),
+        (("chat", "--top-p", "high"), "argument --top-p: must be a number, not 'high'"),
+        (("status", "--interval-seconds", "inf"), "--interval-seconds must be above 0, and a day"),
+        (("top", "--interval-seconds", "0"), "--interval-seconds must be above 0, and a day"),
+        (("status", "--api-key", "k\u00e9y"), "argument --api-key: must be printable ASCII"),
+        (("trace", "--api-key", "a\nb"), "argument --api-key: must be printable ASCII"),
+        (("admin", "resume", "--admin-key", "a\nb"), "argument --admin-key: must be printable"),
+        (("simulate", "--json", "/nowhere/x"), "cannot write /nowhere/x: its directory"),
+        (("simulate", "--plot", "/dev/null"), "--plot /dev/null: File exists"),
+        (("profile", "--model", "x", "--output", "/nowhere/x"), "cannot write /nowhere/x: its"),
+    ],
+)
+def test_a_value_that_cannot_be_used_is_one_sentence(
+    arguments: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"stepwell {arguments[0]}: {sentence}")
+    assert error.count("\n") == 1
+
+
+def test_the_line_break_after_a_key_is_not_part_of_it(
+    server: SmallServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Secrets of Kubernetes and files often end with a line break."""
+    monkeypatch.setenv("STEPWELL_API_KEY", "sk-a\n")
+    assert main(["status", "--url", server.url]) == 0
+    assert server.keys == ["Bearer sk-a"]
 
 
 def test_input_that_is_no_text_is_refused(server: SmallServer) -> None:
