@@ -10,10 +10,19 @@ from stepwell.common.v1 import common_pb2
 from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common.errors import FailedPrecondition
+from services.common.process.watchdog.silence import Reading
 from services.common.rpc.status import from_rpc_error
+from services.scheduler.adapters.pool import pool_client
 from tests.scheduler.fake_worker import FakeWorker
 from tests.scheduler.paged_model import continuation
-from tests.scheduler.serving_replica import Gateway, Replica, gateway_of, sampling, serving_replica
+from tests.scheduler.serving_replica import (
+    SECONDS,
+    Gateway,
+    Replica,
+    gateway_of,
+    sampling,
+    serving_replica,
+)
 from tests.scheduler.story import prompt
 
 
@@ -374,3 +383,35 @@ async def test_metrics_tell_why_requests_wait_and_which_were_corrupted(free_port
     labels = '{engine="replica-0",model_name="paged"}'
     assert f"vllm:corrupted_requests_total{labels} 3.0" in text
     assert f"stepwell_preempted_tokens_total{labels} 0.0" in text
+
+
+@pytest.mark.parametrize("call", ["pause", "reset"])
+async def test_a_pool_that_an_operator_s_call_finds_lost_is_opened_again(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine is idle afterwards, so no step would detect the loss."""
+    monkeypatch.setattr(pool_client, "TRANSACTION_FLOOR_SECONDS", 0.3)
+    monkeypatch.setattr(pool_client, "IDLE_CHECK_SECONDS", 600.0)
+    monkeypatch.setattr(pool_client, "watch_addresses", lambda _: Reading)
+    async with serving_replica(cuttable=True) as replica, gateway_of(replica) as gateway:
+        await gateway.add(1, prompt(9), sampling=sampling(5))
+        await gateway.finish(1)
+        await replica.until_idle()
+        generation = (await replica.pool.stats()).generation
+        assert replica.link is not None
+        if call == "pause":
+            await gateway.add(2, prompt(9), sampling=sampling(150))
+            await gateway.until_tokens(2, 1)
+            replica.worker.going.clear()
+        replica.link.swallow_answers()
+        calling = asyncio.create_task(
+            pause(replica, "ABORT") if call == "pause" else reset(replica)
+        )
+        await asyncio.wait({calling}, timeout=0.1)
+        replica.worker.going.set()
+        await asyncio.wait({calling})
+        assert (calling.exception() is None) is (call == "pause")
+        replica.link.cut()
+        async with asyncio.timeout(SECONDS / 4):
+            while (await replica.pool.stats()).generation == generation:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)

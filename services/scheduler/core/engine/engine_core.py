@@ -80,7 +80,7 @@ class EngineCore:
             scheduler, observer, self._batch_queue, self._wake, self._report_ended
         )
         self._lock = EngineLock(self._wake, lambda: bool(self._batch_queue))
-        self._pauses = Pauses(scheduler, self.changes, observer, self._lock, self._wake)
+        self._pauses = Pauses(scheduler, self.changes, observer, self._lock, self._wake, self.lost)
         self._lost: ports.PoolLost | ports.WorkersLost | None = None
         self._recovery = Recovery(
             scheduler, replica, self.changes, observer, self._lock, self._wake
@@ -168,7 +168,12 @@ class EngineCore:
             if preempt_running:
                 preempted = self.scheduler.preempt_all()
                 self._observer.preempted(preempted, PreemptionCause.RESET)
-            if not await to_its_end(self.scheduler.reset_prefix_cache()):
+            try:
+                was_reset = await to_its_end(self.scheduler.reset_prefix_cache())
+            except ports.PoolLost as lost:
+                self.lost(lost)
+                raise
+            if not was_reset:
                 raise FailedPrecondition(
                     "the prefix cache was not reset, because requests still use blocks",
                     reason="BLOCKS_IN_USE",

@@ -1,7 +1,7 @@
 """Pauses of the engine that operators request."""
 
 import asyncio
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from services.common.errors import Aborted
@@ -24,6 +24,8 @@ class Pauses:
     observer: StepObserver
     lock: EngineLock
     wake: asyncio.Event
+    on_lost: Callable[[PoolLost], None]
+    """Makes the engine open the pool again."""
 
     @property
     def is_on(self) -> bool:
@@ -43,8 +45,10 @@ class Pauses:
             self.changes.apply()
             if mode is PauseMode.ABORT:
                 self.changes.end(dict.fromkeys(self.scheduler.requests, FinishReason.ABORT))
-            with suppress(PoolLost):  # the next step detects the loss, and the engine recovers
+            try:
                 await to_its_end(self.scheduler.flush())
+            except PoolLost as lost:
+                self.on_lost(lost)
 
     async def _finish_running(self) -> None:
 
