@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from smg_grpc_proto.generated import vllm_engine_pb2
 from stepwell.scheduler.v1 import scheduler_pb2
 
-from services.common.errors import InvalidArgument, StepwellError
+from services.common.errors import InvalidArgument, OutOfRange, StepwellError
 from services.common.pool.block_hash import pack_token_ids
 from services.common.request.messages import sampling_to_proto
 from services.common.request.seeds import answer_seed
@@ -17,6 +17,8 @@ from services.scheduler.adapters.vllm_grpc.sampling import (
 )
 
 INPUT_FIELD = "tokenized.input_ids"
+MAX_REQUEST_ID = 1024
+"""Limit on the characters of a request's id, which each answer's request contains."""
 _READ = frozenset({"request_id", "tokenized", "sampling_params", "stream", "data_parallel_rank"})
 
 
@@ -51,8 +53,8 @@ class GenerateConverter:
         for field, _ in message.ListFields():
             if field.name not in _READ:
                 raise _refused(field.name, _why_not(field.name))
-        if not message.request_id:
-            raise _refused("request_id", "is empty")
+        if not 0 < len(message.request_id) <= MAX_REQUEST_ID:
+            raise _refused("request_id", f"must have from 1 to {MAX_REQUEST_ID} characters")
         if message.data_parallel_rank:
             raise _refused(
                 "data_parallel_rank", "must be 0: this service has no other data-parallel ranks"
@@ -78,24 +80,31 @@ class GenerateConverter:
         self, message: vllm_engine_pb2.GenerateRequest, sampling: VllmSampling
     ) -> list[int]:
         """The prompt's last `truncate_prompt_tokens` tokens, or all tokens if it is not set. With
-        -1, the prompt is truncated only so far that one token can be generated.
+        -1, the prompt is truncated only so far that one token can be generated. A prompt that is
+        longer than the model's context is refused here, before it is copied for each answer.
         """
-        prompt = list(message.tokenized.input_ids)
-        if not prompt:
+        given, limit = message.tokenized.input_ids, sampling.truncate_prompt_tokens
+        longest = self.opened.max_request_tokens - 1
+        if not given:
             raise _refused(INPUT_FIELD, "is empty")
-        if (wrong := max(prompt)) >= self.opened.vocab_size:
-            raise _refused(
-                INPUT_FIELD, f"contains {wrong}, but tokens must be below {self.opened.vocab_size}"
+        if limit is None and len(given) > self.opened.max_model_len:
+            raise OutOfRange(
+                f"{INPUT_FIELD} has {len(given)} tokens, but this model's maximum context length "
+                f"is {self.opened.max_model_len} tokens",
+                field=INPUT_FIELD,
+                reason="LONGER_THAN_MODEL",
             )
-        limit, longest = sampling.truncate_prompt_tokens, self.opened.max_request_tokens - 1
-        if limit is None:
-            return prompt
-        if limit > longest:
+        if limit is not None and limit > longest:
             raise _refused(
                 f"{PREFIX}truncate_prompt_tokens",
                 f"is {limit}; a prompt has at most {longest} tokens",
             )
-        return prompt[-(longest if limit == -1 else limit) :]
+        prompt = list(given if limit is None else given[-(longest if limit == -1 else limit) :])
+        if (wrong := max(prompt)) >= self.opened.vocab_size:
+            raise _refused(
+                INPUT_FIELD, f"contains {wrong}, but tokens must be below {self.opened.vocab_size}"
+            )
+        return prompt
 
     def _requests(
         self,

@@ -7,7 +7,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from smg_grpc_proto.generated import vllm_engine_pb2
 from stepwell.scheduler.v1 import scheduler_pb2
 
-from services.common.errors import InvalidArgument
+from services.common.errors import InvalidArgument, OutOfRange
 from services.common.request.messages import sampling_from_proto
 from services.scheduler.adapters.vllm_grpc.requests import GenerateConverter, Generation
 
@@ -111,6 +111,24 @@ def test_a_field_that_is_not_served_is_refused_by_its_name(name: str) -> None:
 
 def test_stop_strings_are_left_to_a_client_that_looks_for_them() -> None:
     assert convert(True, sampling_params=pb.SamplingParams(stop=["end"])) == convert()
+
+
+def test_what_is_too_long_is_not_copied_for_each_answer() -> None:
+    """A prompt of millions of tokens or a long id, 128 times, would take gigabytes."""
+    many = pb.SamplingParams(n=128)
+    too_long = pb.TokenizedInput(input_ids=[10] * 101)
+    with pytest.raises(OutOfRange, match="has 101 tokens") as caught:
+        convert(tokenized=too_long, sampling_params=many)
+    assert (caught.value.field, caught.value.error_reason) == (
+        "tokenized.input_ids",
+        "LONGER_THAN_MODEL",
+    )
+    cut = pb.SamplingParams(n=128, truncate_prompt_tokens=-1)
+    assert len(convert(tokenized=too_long, sampling_params=cut).prompt_token_ids) == 99
+    for request_id in ("", "x" * 1025):
+        with pytest.raises(InvalidArgument, match="request_id must have from 1 to 1024") as caught:
+            convert(request_id=request_id, sampling_params=many)
+    assert convert(request_id="x" * 1024).request_id == "x" * 1024
 
 
 HONOURED_REQUEST = {"request_id", "tokenized", "sampling_params", "stream", "data_parallel_rank"}
