@@ -24,7 +24,10 @@ from services.scheduler.adapters.pool.kv_events.events import (
 from services.scheduler.adapters.pool.kv_events.log import KVEventLog
 
 _CHUNK_BLOCKS = 4096
-"""Limit on the blocks in one message of a snapshot, which is then far below gRPC's 4 MiB."""
+_CHUNK_BYTES = 2**20
+"""Limits on the blocks, and on the bytes of their tokens, in one message of a snapshot, which is
+then far below gRPC's 4 MiB.
+"""
 _INT64 = 2**63
 _LOOK_SECONDS = 0.1
 _HEARTBEAT_SECONDS = 1.0
@@ -86,13 +89,13 @@ class EventStream:
         newest, stored = self.log.newest, self.log.snapshot()
         num_blocks = sum(len(event.block_hashes) for event in stored)
         chunks: list[list[BlockStored]] = [[]]
-        size = 0
-        for event in _cut(stored, _CHUNK_BLOCKS):
-            if size + len(event.block_hashes) > _CHUNK_BLOCKS:
+        size = num_bytes = 0
+        for event in _cut(stored):
+            size, num_bytes = size + len(event.block_hashes), num_bytes + len(event.token_ids)
+            if size > _CHUNK_BLOCKS or num_bytes > _CHUNK_BYTES:
                 chunks.append([])
-                size = 0
+                size, num_bytes = len(event.block_hashes), len(event.token_ids)
             chunks[-1].append(event)
-            size += len(event.block_hashes)
         while len(chunks) > newest + 1:
             chunks[-2:] = [chunks[-2] + chunks[-1]]
         first: tuple[KVCacheEvent, ...] = (AllBlocksCleared(),)
@@ -188,11 +191,12 @@ class _LoadRecords:
         return record
 
 
-def _cut(events: Iterable[BlockStored], most: int) -> Iterator[BlockStored]:
-    """Yields the events, split so that none has more than `most` blocks."""
+def _cut(events: Iterable[BlockStored]) -> Iterator[BlockStored]:
+    """Yields the events, split so that each fits in one message of a snapshot."""
     for event in events:
         hashes, parent = event.block_hashes, event.parent_block_hash
         size = len(event.token_ids) // len(hashes)
+        most = max(1, min(_CHUNK_BLOCKS, _CHUNK_BYTES // size))
         for start in range(0, len(hashes), most):
             end = start + most
             yield BlockStored(
