@@ -22,6 +22,8 @@ from services.common.telemetry.span_outage import DropReason, SpanOutage
 LAST_EXPORT_SECONDS = 0.5
 KEPT_SECONDS = 60.0
 """Seconds of unavailability after which spans that could not be sent are dropped."""
+_MAX_BATCH_LINKS = 50_000
+"""Limit on the links of a batch, of 35 bytes each, since collectors take messages of 4 MiB."""
 
 logger = logging.getLogger(__name__)
 
@@ -114,9 +116,11 @@ class SpanSender(SpanProcessor):
 
     def _take(self) -> list[ReadableSpan]:
         batch: list[ReadableSpan] = []
+        num_links = 0
         with contextlib.suppress(IndexError):  # shutdown() may empty the queue at the same time
-            while len(batch) < self._max_batch:
-                batch.append(self._queue.popleft())
+            while len(batch) < self._max_batch and num_links < _MAX_BATCH_LINKS:
+                batch.append(span := self._queue.popleft())
+                num_links += len(span.links)
         return batch
 
     def _export(self, batch: list[ReadableSpan]) -> None:

@@ -15,13 +15,14 @@ from pathlib import Path
 import grpc
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.trace import Link, SpanContext, TraceFlags
 
 from services.common.process.settings import SettingError
 from services.common.telemetry import span_sender
 from services.common.telemetry.exposition import Exposition
 from services.common.telemetry.span_outage import DropReason
 from services.common.telemetry.span_sender import SpanSender
-from services.common.telemetry.tracing import Tracing, configure_tracing
+from services.common.telemetry.tracing import MAX_LINKS, Tracing, configure_tracing
 from services.common.telemetry.tracing_metrics import TracingCollector
 from tests.waiting import wait_for
 
@@ -101,6 +102,26 @@ def test_all_spans_are_sent_those_before_the_shutdown_included(collector: Collec
     assert collector.num_taken == 28, "the last ones are sent at the end"
     make_spans(tracing, 2)
     assert sender_of(tracing).num_dropped == {DropReason.SHUTDOWN: 2}
+
+
+def test_spans_with_many_links_are_sent_in_messages_that_a_collector_takes(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A collector's limit is 4 MiB. Steps of a large batch of requests have a link to each."""
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "200")
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "200")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.2")
+    monkeypatch.setattr(span_sender, "KEPT_SECONDS", 0.1)
+    tracing = configure_tracing("scheduler", collector.endpoint, 1.0)
+    sender = sender_of(tracing)
+    sampled = TraceFlags(TraceFlags.SAMPLED)
+    context = SpanContext(1, 1, is_remote=False, trace_flags=sampled)
+    links = [Link(context)] * MAX_LINKS
+    for _ in range(200):
+        tracing.record("step", context, None, 1, 2, attributes={}, links=links)
+    wait_for(lambda: num_accounted(sender) == 200)
+    tracing.shutdown()
+    assert collector.num_taken == 200
 
 
 def test_while_the_collector_hangs_only_its_spans_are_lost(
