@@ -119,6 +119,6 @@ def _stretched(plain: RopeConfig, values: JsonReader) -> RopeConfig:
         beta_slow=values.positive_float("beta_slow", 1.0),
         truncate=values.boolean("truncate", True),
         attention_factor=optional("attention_factor"),
-        mscale=optional("mscale"),
-        mscale_all_dim=optional("mscale_all_dim"),
+        mscale=optional("mscale") if values.raw("mscale") else None,
+        mscale_all_dim=optional("mscale_all_dim") if values.raw("mscale_all_dim") else None,
     )

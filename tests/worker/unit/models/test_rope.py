@@ -38,6 +38,7 @@ def test_frequencies_equal_transformers(tmp_path: Path, kind: str) -> None:
         {"beta_fast": 16.0, "beta_slow": 2.0},
         {"truncate": False},
         {"mscale": 1.0, "mscale_all_dim": 0.8},
+        {"mscale": 0.7, "mscale_all_dim": 0},
     ],
 )
 def test_yarn_takes_its_optional_parameters_as_transformers_does(
