@@ -27,6 +27,9 @@ _REFUSED = {
 """Fields that change what an adapter computes. They must be false, null or empty."""
 _CHANGED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Initializations that change the base weights, so that an adapter no longer fits the model."""
+_QUANTIFIERS = re.compile(r"[*+?{]")
+_REPEATED_GROUP = re.compile(r"\)[*+?{]")
+_MOST_QUANTIFIERS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,5 +98,15 @@ def read_peft_config(directory: Path) -> PeftConfig:
 
 
 def _numbers(reader: JsonReader, name: str) -> dict[str, float]:
+    """Returns the numbers of patterns. Raises UnsupportedModel for a pattern whose match might take
+    hours, during which the worker could do nothing else.
+    """
     patterns = reader.nested(name)
+    for key in reader.raw(name) or ():
+        if len(_QUANTIFIERS.findall(key)) > _MOST_QUANTIFIERS or _REPEATED_GROUP.search(key):
+            problem = (
+                f"{name}: the pattern {key[:80]!r} is not supported: it may have "
+                f"{_MOST_QUANTIFIERS} of *, +, ? and {{, and none after a group"
+            )
+            raise UnsupportedModel(reader.path, problem)
     return {key: patterns.positive_float(key) for key in reader.raw(name) or ()}

@@ -87,6 +87,9 @@ def changed(model: Path, to: Path, **values: Any) -> Path:
         ({"rank_pattern": {"q_proj": 32}}, "is 32, above max_lora_rank 20"),
         ({"rank_pattern": {"q_proj": 5}}, "lora_A.weight has shape [4, 48], not [5, 48]"),
         ({"rank_pattern": {"(": 5}}, "the pattern '(' is not a regular expression"),
+        ({"rank_pattern": {r"((a|\w|\.)+)+x": 4}}, "rank_pattern: the pattern '((a|"),
+        ({"alpha_pattern": {"(v+)*_proj": 4}}, "and none after a group"),
+        ({"alpha_pattern": {".*.*.*.*.*_proj": 4}}, "may have 4 of *, +, ? and {, and none"),
     ],
 )
 def test_unsupported_adapter_features_are_refused_by_name(
