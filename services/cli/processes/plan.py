@@ -10,7 +10,7 @@ from typing import Any
 
 from services.cli.health import until_ready, until_silent
 from services.cli.processes.child import ChildSpec
-from services.cli.processes.replica_variables import metrics_of
+from services.cli.processes.replica_variables import metrics_of, of_further_ranks
 from services.cli.processes.run_directory import ensure_directory
 from services.cli.processes.supervisor import Stage
 from services.cli.settings import UpSettings, settings_of
@@ -86,14 +86,15 @@ def stages(settings: UpSettings, addresses: Addresses, environ: Mapping[str, str
     """The services as stages, in the order in which they stop."""
     replicas = tuple(_Replica.named(index, settings) for index in range(settings.replicas))
     wiring, specs = _Wiring(settings, addresses, environ), _Specs(settings, addresses, environ)
+    specs_of_further_ranks = _Specs(settings, addresses, of_further_ranks(environ))
     gateway = specs.of("gateway", "gateway", wiring.gateway(replicas))
     schedulers, caches = [], []
     for replica in replicas:
         schedulers.append(specs.of("scheduler", replica.scheduler, wiring.scheduler(replica)))
         caches.append(specs.of("kvpool", replica.kvpool, wiring.kvpool(replica)))
         for rank, worker in enumerate(replica.workers):
-            team = replica.worker_team
-            caches.append(specs.of("worker", worker, wiring.worker(replica, rank), team))
+            of = specs_of_further_ranks.of if rank else specs.of
+            caches.append(of("worker", worker, wiring.worker(replica, rank), replica.worker_team))
     return [
         Stage((gateway,), _GATEWAY_STOP_SECONDS),
         Stage(tuple(schedulers), _SCHEDULER_STOP_SECONDS),

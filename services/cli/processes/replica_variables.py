@@ -37,6 +37,14 @@ def metrics_of(service: str, replica: int, environ: Mapping[str, str]) -> dict[s
     return {"metrics_address": join_host_port(host, port + replica if port else 0)}
 
 
+def of_further_ranks(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of a worker's ranks above 0. Only rank 0 tells probes about its health, as with
+    services.worker.local_ranks.
+    """
+    of_rank_0 = {env_prefix("worker") + setting.upper() for setting in _OF_ONE_REPLICA["worker"]}
+    return {name: text for name, text in environ.items() if name not in of_rank_0}
+
+
 def check_variables(num_replicas: int, environ: Mapping[str, str]) -> None:
     """Raises CommandError for a variable that would make replicas share a file or an address."""
     if num_replicas == 1:

@@ -243,6 +243,20 @@ def test_ranks_of_a_divided_model_find_each_other(tmp_path: Path) -> None:
     assert scheduler.workers == tuple(worker.address for worker in workers)
 
 
+def test_only_rank_0_tells_probes_about_its_health(tmp_path: Path) -> None:
+    """All ranks would write the same file and listen at the same address."""
+    addresses = Addresses("::1", 8000, 9000, Path("/run/stepwell"), master_ports=(7000,))
+    environ = {
+        "STEPWELL_WORKER_HEALTH_FILE": "/run/health",
+        "STEPWELL_WORKER_HEALTH_ADDRESS": "[::1]:9300",
+        "PATH": "/usr/bin",
+    }
+    plan = stages(UpSettings(model=tmp_path, tensor_parallel_size=2), addresses, environ)
+    environs = {spec.name: spec.environ for stage in plan for spec in stage.specs}
+    assert environs["worker-0"].items() >= environ.items()
+    assert environs["worker-1"].items() & environ.items() == {("PATH", "/usr/bin")}
+
+
 def test_the_workers_of_all_stages_are_one_group(tmp_path: Path) -> None:
     addresses = Addresses("::1", 8000, 9000, Path("/run/stepwell"), master_ports=(7000,))
     settings = UpSettings(model=tmp_path, tensor_parallel_size=2, pipeline_parallel_size=2)
