@@ -91,8 +91,8 @@ def work_of(checkpoint: Checkpoint, dtype: torch.dtype) -> Work | None:
     experts that a token uses counts. None if weights are packed integers of unknown shapes.
     """
     config = read_json_object(checkpoint.directory / "config.json")
-    num_experts = config.get("num_experts", config.get("num_local_experts", 1))
-    used = config.get("num_experts_per_tok", num_experts) / num_experts
+    num_experts = config.get("num_experts") or config.get("num_local_experts") or 1
+    used = (config.get("num_experts_per_tok") or num_experts) / num_experts
     sizes, flops = {"layers": 0.0, _EMBEDDING: 0.0, _HEAD: 0.0}, 0.0
     for name, tensor in checkpoint.tensors.items():
         if tensor.dtype not in (*_FLOATS, *BLOCK_TYPES):

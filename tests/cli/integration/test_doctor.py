@@ -139,3 +139,11 @@ def test_the_work_of_a_token_counts_the_experts_that_it_uses(tmp_path: Path) -> 
     assert work == Work(step_bytes=2 * (700 + 10 + 100 + 800), flops=2 * (100 + 800))
     own["lm_head.weight"] = TensorInfo("lm_head.weight", tmp_path, "I32", (70, 2), 0, 0)
     assert work_of(Checkpoint(tmp_path, own), torch.bfloat16) is None
+
+
+@pytest.mark.parametrize("config", ['{"num_experts": null}', '{"num_local_experts": 0}'])
+def test_a_configuration_may_say_that_it_has_no_experts(tmp_path: Path, config: str) -> None:
+    (tmp_path / "config.json").write_text(config)
+    layer = "model.layers.0.q.weight"
+    own = {layer: TensorInfo(layer, tmp_path, "F32", (10, 10), 0, 0)}
+    assert work_of(Checkpoint(tmp_path, own), torch.float32) == Work(step_bytes=400, flops=200)
