@@ -241,6 +241,26 @@ async def test_the_credit_of_waiting_bounds_the_wait() -> None:
     assert not running.is_finished
 
 
+async def test_the_wait_of_a_client_that_left_is_no_credit_of_the_next() -> None:
+    agents = Agents(num_blocks=41, max_model_len=160, max_num_batched_tokens=200)
+    for _ in range(12):
+        agents.retention.worth.pauses.ended(b"", "", TOOL_SECONDS)
+    wish = DeclaredProgram("", keep_seconds=3600)
+    context = await agents.turn("paused", prompt(61), max_tokens=4, program=wish)
+    agents.story.add("running", prompt(20, first=300), max_tokens=60)
+    await agents.step()
+    left = agents.story.add("left", prompt(80, first=600), max_tokens=2)
+    await agents.step()
+    assert agents.retention.worth.is_held_up
+    agents.story.scheduler.abort(left)
+    agents.now += 600.0
+    agents.story.add("next", prompt(80, first=600), max_tokens=2)
+    for _ in range(3):
+        await agents.step()
+    assert agents.retention.worth.is_held_up
+    assert agents.cached(context) == 64
+
+
 async def test_an_admitted_turn_takes_over_its_context() -> None:
     agents = Agents()
     context = await agents.turn("one", prompt(16))

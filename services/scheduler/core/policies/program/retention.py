@@ -26,7 +26,7 @@ from services.scheduler.core.policies.program.worth import Ranked, Worth
 from services.scheduler.core.policies.programs import Context, KnownPrograms, Program
 from services.scheduler.core.policies.retention import Retention
 from services.scheduler.core.program_turn import PausedProgram, ProgramTurn
-from services.scheduler.core.request import Request
+from services.scheduler.core.request import Request, RequestStatus
 
 
 class ProgramRetention(Retention):
@@ -96,9 +96,16 @@ class ProgramRetention(Retention):
             self._continued[request] = context
         elif program.contexts and not program.num_running:
             self._supersede(program, request, now)
+        if self.worth.is_held_up and not self._has_waiting:
+            self.worth.nobody_waits()
         program.num_running += 1
         self._programs[request] = program
         self.version += 1
+
+    @property
+    def _has_waiting(self) -> bool:
+        running = RequestStatus.RUNNING
+        return any(request.status is not running for request in self._programs)
 
     def _turn(self, program: Program, context: Context | None, now: float) -> ProgramTurn:
         """Describes a turn, which `program.num_turns` already counts. If it continues no context,

@@ -82,9 +82,15 @@ class Worth:
         """Called when a request was admitted. `waited` is the number of seconds for which it waited
         while its context was kept. None if it continues no kept context.
         """
-        self._credit, self._held_up_since = 0.0, None
+        self.nobody_waits()
         if waited is not None:
             self._mean_wait += _WAIT_SMOOTHING * (waited - self._mean_wait)
+
+    def nobody_waits(self) -> None:
+        """Must be called if no request waits any more, because its client has left. Otherwise the
+        next request would get credit for the time since then.
+        """
+        self._credit, self._held_up_since = 0.0, None
 
     def returned(self, num_loaded: int, num_recomputed: int) -> None:
         """Called when a program's turn has ended whose context was not fully cached: `num_loaded`
