@@ -88,7 +88,7 @@ def read_model_config(directory: Path) -> ModelConfig:
     num_heads = reader.integer("num_attention_heads")
     head_dim = reader.integer("head_dim", traits.head_dim or max(hidden_size // num_heads, 1))
     biased = reader.boolean("attention_bias", False) and traits.biases is Biases.CONFIGURED
-    layers = read_layers(reader, traits, reader.integer("num_hidden_layers"))
+    layers = read_layers(reader, traits, reader.count("num_hidden_layers"))
     attention_softcap, logits_softcap = _softcaps(reader, traits)
     dtype = str(reader.raw("dtype") or reader.raw("torch_dtype")).removeprefix("torch.")
     config = ModelConfig(

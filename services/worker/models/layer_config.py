@@ -103,11 +103,11 @@ def _experts(reader: JsonReader, traits: Traits) -> ExpertsConfig | None:
         case None:
             return None
         case ExpertLayout.MIXTRAL:
-            count = reader.integer("num_local_experts", reader.raw("num_experts") or 8)
+            count = reader.count("num_local_experts", reader.raw("num_experts") or 8)
             picked = reader.integer("num_experts_per_tok", 2)
             inner, normalized = reader.integer("intermediate_size"), True
         case ExpertLayout.QWEN3:
-            count = reader.integer("num_experts", reader.raw("num_local_experts") or 128)
+            count = reader.count("num_experts", reader.raw("num_local_experts") or 128)
             picked = reader.integer("num_experts_per_tok", 8)
             inner = reader.integer("moe_intermediate_size", 768)
             normalized = reader.boolean("norm_topk_prob", False)

@@ -22,6 +22,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return value
 
 
+_MOST_PARTS = 65_536
+
+
 class JsonReader:
     """Typed access to a JSON object. A null value counts as absent.
 
@@ -50,6 +53,13 @@ class JsonReader:
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise self.error(key, f"must be a whole number of {least} or more, not {value!r}")
+        return value
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """Returns a number of parts, such as layers, for each of which there will be objects."""
+        value = self.integer(key, default)
+        if value > _MOST_PARTS:
+            raise self.error(key, f"must be {_MOST_PARTS} or less, not {value}")
         return value
 
     def positive_float(self, key: str, default: float | None = None) -> float:

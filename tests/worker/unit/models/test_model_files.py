@@ -94,6 +94,7 @@ def test_an_architecture_that_is_no_decoder_is_refused(directory: Path) -> None:
     [
         ({"hidden_size": "large"}, "hidden_size must be a whole number of 1 or more, not 'large'"),
         ({"num_hidden_layers": None}, "num_hidden_layers is missing"),
+        ({"num_hidden_layers": 70_000}, "num_hidden_layers must be 65536 or less, not 70000"),
         ({"num_key_value_heads": 3}, "num_key_value_heads is 3, which does not divide"),
         ({"rms_norm_eps": -1.0}, "rms_norm_eps must be a positive number"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false"),
