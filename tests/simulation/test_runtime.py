@@ -230,9 +230,9 @@ async def main(network):
         listener = network.loop.servers.listener(("server", 1))
         await asyncio.start_server(lambda reader, writer: None, sock=listener)
     await process.spawn(serve())
-    process.stop()
     connecting = client.spawn(asyncio.open_connection("server", 1))
-    await asyncio.sleep(1)
+    for _ in range(3):
+        await asyncio.sleep(0)
     process.kill()
     try:
         await connecting
@@ -240,4 +240,52 @@ async def main(network):
         return
     raise AssertionError
 run(main)
+""")
+
+
+def test_a_client_can_connect_to_a_stopped_server_and_is_served_later() -> None:
+    in_virtual_time("""
+async def main(network):
+    async def echo(reader, writer):
+        writer.write(await reader.readline())
+
+    async def serve():
+        sock = network.loop.servers.listener(("server", 80))
+        return await asyncio.start_server(echo, sock=sock)
+
+    async def ask():
+        async with asyncio.timeout(1):
+            reader, writer = await asyncio.open_connection("server", 80)
+        writer.write(b"hello\\n")
+        network.loop.call_later(5, network.loop.resume, server)
+        return await reader.readline()
+
+    server = Process(network.loop, "server")
+    await server.spawn(serve())
+    server.stop()
+    assert await Process(network.loop, "client").spawn(ask()) == b"hello\\n"
+run(main)
+""")
+
+
+def test_callbacks_of_a_continued_process_run_in_order_in_one_or_several_iterations() -> None:
+    in_virtual_time("""
+async def main(network):
+    process, seen, num_iterations = Process(network.loop, "process"), [], 0
+
+    def note(number):
+        seen.append((number, num_iterations))
+
+    process.stop()
+    for number in range(5):
+        network.loop.call_soon(note, number, context=process.context)
+    await asyncio.sleep(1)
+    network.loop.resume(process)
+    for num_iterations in range(40):
+        await asyncio.sleep(0)
+    assert [number for number, _ in seen] == [0, 1, 2, 3, 4]
+    return len({iteration for _, iteration in seen})
+numbers = [run(main, seed) for seed in range(20)]
+assert min(numbers) == 1
+assert max(numbers) > 2
 """)

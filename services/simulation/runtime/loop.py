@@ -11,6 +11,7 @@ import asyncio
 import heapq
 import itertools
 import random
+from collections import deque
 from collections.abc import Callable, Coroutine
 from contextvars import Context
 from typing import Any
@@ -156,7 +157,21 @@ class VirtualLoop(asyncio.BaseEventLoop):
     # Processes.
 
     def resume(self, process: Process) -> None:
-        self._ready.extend(process.resume())  # type: ignore[attr-defined]
+        """Continues a stopped process. Its callbacks that became due run in order: in some cases
+        all in one iteration, in others spread over several, because further messages arrive while
+        a busy process handles the first.
+        """
+        rng = self.rng_of("resume", process.name)
+        self._run_held(deque(process.resume()), rng, is_spread=rng.random() < 0.5)
+
+    def _run_held(
+        self, held: deque[asyncio.Handle], rng: random.Random, *, is_spread: bool
+    ) -> None:
+        ready: Any = self._ready  # type: ignore[attr-defined]
+        while held and not (is_spread and rng.random() < 0.5):
+            ready.append(held.popleft())
+        if held:
+            self.call_soon(lambda: self._run_held(held, rng, is_spread=True))
 
     # Sets are iterated in the order of hashes, which only the seed may decide. So the hashes of
     # tasks and futures must not depend on addresses.

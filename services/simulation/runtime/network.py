@@ -8,6 +8,7 @@ closes the connection, as with gRPC's keepalive and TCP_USER_TIMEOUT.
 """
 
 import asyncio
+import contextvars
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -165,12 +166,20 @@ class Pipe:
     sent again after a cut and others are on their way.
     """
 
-    __slots__ = ("_due", "_messages", "_network", "source", "target")
+    __slots__ = ("_context", "_due", "_messages", "_network", "source", "target")
 
-    def __init__(self, network: Network, source: Process, target: Process) -> None:
+    def __init__(
+        self,
+        network: Network,
+        source: Process,
+        target: Process,
+        context: contextvars.Context | None = None,
+    ) -> None:
+        """Messages arrive in `context`, by default that of the target."""
         self._network = network
         self.source = source
         self.target = target
+        self._context = target.context if context is None else context
         self._due = 0.0
         self._messages: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
 
@@ -186,7 +195,7 @@ class Pipe:
             network.loop.time() + network.delay(self.source.name, self.target.name), self._due
         )
         self._due = due
-        network.loop.call_exactly(due, self._arrive, context=self.target.context)
+        network.loop.call_exactly(due, self._arrive, context=self._context)
 
     def _arrive(self) -> None:
         if self._network.is_cut(self.source, self.target):

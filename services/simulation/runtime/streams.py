@@ -49,7 +49,7 @@ class MemoryStreams:
             Pipe(network, listener.process, client).send(answered, None)
 
         def arrived(listener: MemoryListener) -> None:
-            """Runs in the server's process."""
+            """Runs in the server's kernel, which also accepts for a stopped process."""
             listener.process.at_end.remove(refused)
             if network.listeners.get(address) is not listener or listener.protocol_factory is None:
                 refuse(listener)
@@ -58,13 +58,15 @@ class MemoryStreams:
             transport = MemoryTransport(network, connection.ends[0])
             server = MemoryTransport(network, connection.ends[1], transport)
             connection.ends[1].pipe.send(answered, transport)
-            server.begin(listener.protocol_factory())
+            network.loop.call_soon(
+                lambda: server.begin(listener.protocol_factory()), context=listener.process.context
+            )
 
         listener = network.listeners.get(address)
         if isinstance(listener, MemoryListener):
             refused = partial(refuse, listener)
             listener.process.at_end.append(refused)  # if the process ends before the arrival
-            Pipe(network, client, listener.process).send(arrived, listener)
+            Pipe(network, client, listener.process, client.context).send(arrived, listener)
         else:
             network.loop.call_later(network.delay(client.name, address), answered, None)
         transport = await answer
