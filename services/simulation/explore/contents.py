@@ -2,11 +2,14 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
+from itertools import compress
 from typing import Any
 
 import numpy as np
 
 from services.common.pool import block_hash
+from services.common.pool.block_hash import BlockHash
+from services.common.pool.ids import BlockId
 from services.kvpool.core.pool_host import HostedPool
 from services.worker.core.model_runner import ModelRunner
 
@@ -39,28 +42,37 @@ def wrong_contents(
     worker: ModelRunner, pools: Iterable[HostedPool[Any]]
 ) -> Iterator[tuple[str, int]]:
     """Yields kinds of blocks with other tokens than their hashes stand for, and their numbers."""
-    cache: Any = worker.attention
     tier: Any = worker.tier
-    for hosted in pools:
-        (index,) = hosted.pool._blocks.indexes
-        blocks, hashes = list(index._hash_of), list(index._hash_of.values())
-        yield "cached blocks with other tokens", _num_wrong(cache.planes[0, blocks], hashes)
+    yield "cached blocks with other tokens", len(wrong_blocks(worker, pools))
     if tier is not None:
         held = [(number, held.key) for number, held in enumerate(tier._held) if held is not None]
         numbers, hashes = [number for number, _ in held], [key[:32] for _, key in held]
-        yield (
-            "blocks of the tier with other tokens",
-            _num_wrong(tier.memory[numbers].view(np.uint64), hashes),
-        )
+        wrong = _are_wrong(tier.memory[numbers].view(np.uint64), hashes)
+        yield "blocks of the tier with other tokens", sum(wrong)
 
 
-def _num_wrong(keys: Any, hashes: Sequence[bytes]) -> int:
-    """Counts the blocks whose keys (one row for each block) are not those of their hashes."""
+def wrong_blocks(
+    worker: ModelRunner, pools: Iterable[HostedPool[Any]]
+) -> list[tuple[BlockId, BlockHash]]:
+    """Returns the cached blocks with other tokens than their hashes stand for."""
+    cache: Any = worker.attention
+    found: list[tuple[BlockId, BlockHash]] = []
+    for hosted in pools:
+        (index,) = hosted.pool._blocks.indexes
+        cached = list(index._hash_of.items())
+        wrong = _are_wrong(cache.planes[0, [block for block, _ in cached]], [h for _, h in cached])
+        found += compress(cached, wrong)
+    return found
+
+
+def _are_wrong(keys: Any, hashes: Sequence[bytes]) -> list[bool]:
+    """Whether the keys of each block (a row) are not those of the block's hash."""
     if not hashes:
-        return 0
+        return []
     wanted = np.frombuffer(b"".join(map(_tokens_of.__getitem__, hashes)), np.int32)
     found = (keys[:, :16] & _TOKEN_BITS).astype(np.int32)
-    return int((found != wanted.reshape(-1, 16)).any(axis=1).sum())
+    wrong: list[bool] = (found != wanted.reshape(-1, 16)).any(axis=1).tolist()
+    return wrong
 
 
 def blocks_in_tables(pools: Iterable[HostedPool[Any]]) -> set[int]:

@@ -12,7 +12,9 @@ from services.simulation.runtime.network import Network
 from services.simulation.runtime.process import Process, State
 
 _SLOW_STOP_SECONDS, _SLOW_RUN_SECONDS = 0.1, 0.01
-_BUSY_STOP_SECONDS, _BUSY_RUN_SECONDS, _BUSY_SECONDS = 0.02, 0.01, 2.0
+PAUSE_SECONDS = 0.02
+"""Limit of the pauses of a busy service."""
+_BUSY_RUN_SECONDS, _BUSY_SECONDS = 0.01, 2.0
 _SECONDS = 0.02, 0.3, 3.0, 40.0
 """Limits of the durations of faults, one of which is drawn for each fault."""
 _RESET_SECONDS, _LONGEST_RESET_SECONDS = 0.1, 1.0
@@ -199,8 +201,8 @@ async def inject(fault: Fault, fleet: Fleet, network: Network, *, must_end: bool
             await _cut(fault, process, fleet.services[fault.peer].process, network)
 
 
-async def keep_busy(name: str, fleet: Fleet, network: Network) -> None:
-    """Repeatedly interrupts a service for a few milliseconds, as on a busy machine. The service
+async def keep_busy(name: str, fleet: Fleet, network: Network, pause_seconds: float) -> None:
+    """Repeatedly interrupts a service for up to `pause_seconds`, as on a busy machine. The service
     then handles several messages at once.
     """
     chance, until = network.loop.rng_of("busy", name), network.loop.time() + _BUSY_SECONDS
@@ -209,7 +211,7 @@ async def keep_busy(name: str, fleet: Fleet, network: Network) -> None:
         process = fleet.services[name].process
         if process.state is State.RUNS:
             process.stop()
-            await asyncio.sleep(_BUSY_STOP_SECONDS * chance.random())
+            await asyncio.sleep(pause_seconds * chance.random())
             network.loop.resume(process)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from services.scheduler.core.policies import POLICIES, PROGRAM, holds_ended
-from services.simulation.explore.faults import Fault, Kind, draw_faults
+from services.simulation.explore.faults import PAUSE_SECONDS, Fault, Kind, draw_faults
 from services.simulation.explore.members import (
     NUM_BLOCKS,
     NUM_FEW_BLOCKS,
@@ -73,8 +73,12 @@ class Plan:
     shape: Shape
     arrivals: tuple[Arrival, ...]
     faults: tuple[Fault, ...] = ()
-    is_busy: bool = False
-    """Whether all services are interrupted again and again. This is not a fault."""
+    pause_seconds: float = 0.0
+    """Limit of the pauses of services that are interrupted again and again. This is not a fault. 0
+    if there are none.
+    """
+    paused: str = ""
+    """The beginning of the names of the services with pauses."""
 
     def excuses(self, arrival: Arrival) -> bool:
         """Whether a client may receive only the beginning of its answer, because it leaves or its
@@ -138,15 +142,28 @@ def make_plan(seed: int) -> Plan:
     )
     moments = [arrival.at_seconds for arrival in arrivals]
     faults = _draw_faults(rng, theme, shape, seconds, moments)
-    is_busy = theme.is_busy or rng.random() < _BUSY
-    return Plan(seed, shape, tuple(arrivals), tuple(faults), is_busy)
+    if seconds := theme.pause_seconds:
+        later = (_breaks_later(arrival, seconds / 2) for arrival in arrivals)
+        return Plan(seed, shape, tuple(later), tuple(faults), seconds, "gateway")
+    seconds = PAUSE_SECONDS if rng.random() < _BUSY else 0.0
+    return Plan(seed, shape, tuple(arrivals), tuple(faults), seconds)
+
+
+def _breaks_later(arrival: Arrival, seconds: float) -> Arrival:
+    """Delays the moment at which a client leaves in a turn, because pauses delay the turn's end."""
+    request = arrival.request
+    if request.breaks_after_seconds is None:
+        return arrival
+    breaks = request.breaks_after_seconds + seconds
+    return replace(arrival, request=replace(request, breaks_after_seconds=breaks))
 
 
 def _draw_faults(
     rng: random.Random, theme: Theme, shape: Shape, seconds: float, moments: list[float]
 ) -> list[Fault]:
     services, pairs, num_faults = service_names(shape), links(shape), rng.choice((0, 0, 1, 2, 3, 5))
-    if shape.num_replicas > 1 and rng.random() < 0.6:  # Replica 1 has no faults and takes over.
+    if shape.num_replicas > 1 and not theme.faults_coincide and rng.random() < 0.6:
+        # Replica 1 has no faults and takes over.
         services = [name for name in services if _REPLICA_0.match(name)]
         pairs = [pair for pair in pairs if any(map(_REPLICA_0.match, pair))]
         num_faults = rng.choice((1, 2, 3, 5))
@@ -158,7 +175,10 @@ def _draw_faults(
             one for one in pairs if all(name.startswith(theme.services) for name in one)
         ] or pairs
     kinds, lasts = theme.kinds, theme.fault_seconds
-    return draw_faults(rng, services, pairs, num_faults, seconds, moments, kinds, lasts)
+    faults = draw_faults(rng, services, pairs, num_faults, seconds, moments, kinds, lasts)
+    if theme.faults_coincide:
+        return [replace(fault, at_seconds=faults[0].at_seconds) for fault in faults]
+    return faults
 
 
 def _draw_shape(rng: random.Random, theme: Theme) -> Shape:

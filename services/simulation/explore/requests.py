@@ -34,6 +34,9 @@ _CROWDED_REQUESTS = 8
 _LEAVES, _FOCUSED_LEAVES = 0.15, 0.5
 """The fraction of clients that leave before their answers end: usually, and if leaving is in focus.
 """
+_LEAVE_SECONDS = 0.5, 0.5, 0.1, 0.002, 0.0005
+_FOCUSED_LEAVE_SECONDS = 0.5, 0.1, 0.03, 0.03, 0.0005
+"""Limits of the times after which clients leave. In 0.03 s, a long prompt is computed."""
 _MANY_SPACES = 17_000
 """A body with so many spaces is so large that a gateway reads it in two turns of its event loop."""
 _WEIGHTS = {
@@ -185,7 +188,9 @@ def draw_arrivals(
     `prompts` are the possible numbers of tokens of prompts, if they are not the usual ones.
     """
     arrivals: list[Arrival] = []
-    at, leave = 0.0, _FOCUSED_LEAVES if focus == LEAVING else _LEAVES
+    at, leave, leave_seconds = 0.0, _LEAVES, _LEAVE_SECONDS
+    if focus == LEAVING:
+        leave, leave_seconds = _FOCUSED_LEAVES, _FOCUSED_LEAVE_SECONDS
     new_burst = rng.choice((0.2, 0.6, 0.6))
     if is_crowded:
         count = min(count, _CROWDED_REQUESTS)
@@ -196,7 +201,7 @@ def draw_arrivals(
             at += rng.expovariate(new_burst * count / seconds)
         gateway, leaves = rng.randrange(num_gateways), None
         if rng.random() < leave:
-            leaves = rng.random() * rng.choice((0.5, 0.5, 0.1, 0.002, 0.0005))
+            leaves = rng.random() * rng.choice(leave_seconds)
         request = draw_vector(rng) if pools else draw_request(rng, focus, is_crowded, prompts)
         if request.kind in (Kind.TEXT, Kind.CALL, Kind.TALK):
             request = replace(request, program=_draw_program(rng, request.kind))
@@ -342,6 +347,10 @@ block, so that this block is complete.
 PROBE_HITS = 160, 96
 """The numbers of tokens that the conversation hits in the cache: after an earlier run of the same
 conversation, and with only its own earlier turns.
+"""
+PROBE_KEPT = 47 + 64
+"""The numbers of tokens that a replica keeps after the first two turns, if the conversation is a
+session.
 """
 PROBE_VECTOR = Request(Edge.GRPC, _document(3)[:40], 1, Kind.VECTOR)
 """The request that checks whether a fleet of embedding models serves."""

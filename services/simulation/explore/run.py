@@ -21,6 +21,7 @@ from services.simulation.explore.requests import (
     LONG,
     PROBE,
     PROBE_HITS,
+    PROBE_KEPT,
     PROBE_VECTOR,
     Arrival,
     Request,
@@ -33,6 +34,7 @@ from services.simulation.runtime.network import Network
 from services.simulation.runtime.process import Process, State
 from services.simulation.runtime.streams import MemoryStreams
 
+_BLOCK_SIZE = 16
 _START_SECONDS = 20.0
 _SETTLE_SECONDS = 3.0
 _CALM_SETTLE_SECONDS = 0.15
@@ -129,11 +131,8 @@ class Explorer:
                     await client.spawn(ask("gateway-0", request, answer))
                 if answer.error is not None:
                     raise Failed(f"{request} alone: {answer.error}")
-                scheduler: Any = fleet.services["scheduler-0"].process.inside
-                if request == LONG and scheduler.parts.engine.scheduler.num_preemptions:
-                    raise Failed(
-                        "a request that needs all blocks is preempted although it runs alone"
-                    )
+                if request == LONG:
+                    _check_long(answer, fleet.services["scheduler-0"].process.inside)
             await fleet.stop_all(_STOP_SECONDS)
 
         run_on(network, 0, main)
@@ -150,6 +149,17 @@ class Explorer:
                 what = f"request {arrival.number} {arrival.request}"
                 failures.append(f"{what}: {answer} is not {alone}")
         return failures
+
+
+def _check_long(answer: Answer, service: Any) -> None:
+    """Checks the answer to LONG alone: it ends where the blocks end, and needs no preemption. The
+    last token of an answer is never computed, but has a slot (memory for one token).
+    """
+    num_tokens = len(LONG.prompt) + len(answer.token_ids[0])
+    if num_tokens != (num_slots := (NUM_BLOCKS - 1) * _BLOCK_SIZE):
+        raise Failed(f"a request has {num_tokens} tokens, although {num_slots} fit in all blocks")
+    if service.parts.engine.scheduler.num_preemptions:
+        raise Failed("a request that needs all blocks is preempted although it runs alone")
 
 
 def _complaints(plan: Plan, arrival: Arrival, answer: Answer) -> Iterator[str]:
@@ -206,11 +216,14 @@ class _Run:
             create_task(inject(fault, self.fleet, network, must_end=must_end))
             for fault in plan.faults
         ]
-        if plan.is_busy:
-            names = self.fleet.services
-            injecting += [create_task(keep_busy(name, self.fleet, network)) for name in names]
+        for name in self.fleet.services:
+            if plan.pause_seconds and name.startswith(plan.paused):
+                busy = keep_busy(name, self.fleet, network, plan.pause_seconds)
+                injecting.append(create_task(busy))
         disturbed = {fault.service for fault in plan.faults if fault.peer is None}
-        watch = Watch(self.fleet, self.answers, disturbed, not plan.faults, plan.is_busy)
+        is_busy = plan.pause_seconds > 0 and not plan.paused
+        pause = plan.pause_seconds if plan.paused else 0.0
+        watch = Watch(self.fleet, self.answers, disturbed, not plan.faults, is_busy, pause)
         watching = create_task(watch.run())
         clients = [self._client(arrival) for arrival in plan.arrivals]
         async with asyncio.timeout(_LONGEST_FAULT_SECONDS):
@@ -247,7 +260,9 @@ class _Run:
         shape = self.plan.shape
         caches = not shape.pools and shape.setting("enable_prefix_caching") is None
         for number in range(shape.num_gateways):
-            await self._ask_probe(number, replace(PROBE, kind=RequestKind.TURNS))
+            num_kept = await self._ask_probe(number, replace(PROBE, kind=RequestKind.TURNS))
+            if num_kept < PROBE_KEPT and not shape.pools:
+                raise Failed("a replica does not keep the tokens of a session")
             salted = replace(PROBE, salt=f"salt of probe {number}")
             for probe, num_hits in zip((PROBE, salted), PROBE_HITS, strict=True):
                 num_cached = await self._ask_probe(number, probe)

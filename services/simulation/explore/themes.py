@@ -15,6 +15,8 @@ from services.simulation.explore.requests import LEAVING
 
 _FEW_BLOCKS, _BLOCKS = {"num_blocks": (NUM_FEW_BLOCKS,)}, {"num_blocks": (NUM_BLOCKS,)}
 _MANY = 2, 3, 5
+_LONG_PAUSE_SECONDS = 0.06
+"""Gateways then pause most of the time, and handle several messages after each pause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +32,11 @@ class Theme:
     num_faults: tuple[int, ...] = ()
     fault_seconds: tuple[float, ...] = ()
     """Limits of the durations of faults."""
+    faults_coincide: bool = False
+    """Whether all faults begin at the same time, as when a rack loses power."""
     load_seconds: tuple[float, ...] = ()
-    is_busy: bool = False
+    pause_seconds: float = 0.0
+    """Limit of the pauses of gateways, which alone are busy. 0 if there are none."""
     comes_at_once: bool = False
     prompts: tuple[int, ...] = ()
     """The numbers of tokens of prompts."""
@@ -76,7 +81,7 @@ THEMES = {
     "clients leave busy gateways": Theme(
         foci=("turns", "plain", LEAVING),
         num_faults=(0,),
-        is_busy=True,
+        pause_seconds=_LONG_PAUSE_SECONDS,
     ),
     "connections break": Theme(
         kinds=(Kind.RESET,),
@@ -85,10 +90,12 @@ THEMES = {
     ),
     "busy gateways lose schedulers": Theme(
         foci=(LEAVING,),
-        kinds=(Kind.CRASH, Kind.RESET),
-        services=("scheduler", "gateway"),
-        num_faults=_MANY,
-        is_busy=True,
+        kinds=(Kind.CRASH,),
+        services=("scheduler",),
+        num_faults=(2, 3),
+        faults_coincide=True,
+        pause_seconds=_LONG_PAUSE_SECONDS,
+        shape={"num_replicas": (2,)},
     ),
     "clocks are wrong": Theme(kinds=(Kind.AHEAD,), services=("pool",), num_faults=(1, 2)),
     "one direction is cut": Theme(
@@ -135,9 +142,9 @@ THEMES = {
         },
     ),
     "prompts share few blocks": Theme(
-        foci=("plain", "adapter", "talk"),
+        foci=("plain", "adapter", "talk", LEAVING),
         num_faults=(0,),
-        prompts=(40, 100),
+        prompts=(17, 40, 100),
         shape=_FEW_BLOCKS,
     ),
 }

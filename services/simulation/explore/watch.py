@@ -11,7 +11,7 @@ from services.kvpool.__main__ import PoolService
 from services.scheduler.__main__ import SchedulerService
 from services.scheduler.core.engine.engine_core import EngineState
 from services.simulation.explore.answer import Answer
-from services.simulation.explore.contents import blocks_in_tables
+from services.simulation.explore.contents import blocks_in_tables, wrong_blocks
 from services.simulation.explore.fleet import Fleet
 from services.simulation.explore.left import pools_of
 from services.worker.core.model_runner import ModelRunner
@@ -19,7 +19,7 @@ from services.worker.core.model_runner import ModelRunner
 _LOOK_SECONDS = 0.02
 _LONGEST_LOOK_SECONDS = 0.5
 _NOTICE_SECONDS, _BUSY_NOTICE_SECONDS = 0.12, 0.5
-"""Seconds within which the services notice that a client has left, the second if they are busy."""
+"""Seconds within which the services notice that a client has left, the second if all are busy."""
 _STALL_SECONDS, _CALM_STALL_SECONDS = 12.0, 3.0
 """Seconds within which a scheduler computes a step, or notices that it cannot, the second if the
 run has no faults.
@@ -51,6 +51,9 @@ class Watch:
     disturbed: Collection[str]
     has_no_faults: bool
     is_busy: bool
+    """Whether all services have pauses."""
+    gateway_pause_seconds: float
+    """Limit of gateways' pauses if only they have pauses."""
     _since: dict[Hashable, float] = field(default_factory=dict)
     """Maps each wait to the time at which it was first observed."""
 
@@ -88,6 +91,7 @@ class Watch:
                         waits |= self._stall(name, scheduler)
                 case ModelRunner() as runner if self.has_no_faults:
                     self._check_loads(name, runner)
+                    waits |= self._wrong_blocks(name, runner)
         self._since = {what: self._since.get(what, now) for what in waits}
         for what, (longest, sentence) in waits.items():
             if now > self._since[what] + longest:
@@ -97,6 +101,15 @@ class Watch:
         tier: Any = runner.tier
         if tier is not None and tier._loads.targets - blocks_in_tables(pools_of(self.fleet, name)):
             raise AssertionError(f"{name} loads into blocks of no request")
+
+    def _wrong_blocks(self, name: str, runner: ModelRunner) -> Waits:
+        """Returns waits for the contents of cached blocks. A block is cached a few milliseconds
+        before the step that computes it has ended.
+        """
+        longest = _BUSY_NOTICE_SECONDS if self.is_busy else _NOTICE_SECONDS
+        sentence = f"{name} has a cached block with other tokens"
+        blocks = wrong_blocks(runner, pools_of(self.fleet, name))
+        return {(name, *block): (longest, sentence) for block in blocks}
 
     def _stall(self, name: str, service: SchedulerService) -> Waits:
         """Returns the wait for a scheduler's next step. Empty if no step is due."""
@@ -131,7 +144,8 @@ class Watch:
     def _check_gateway(self, name: str, gateway: Gateway, now: float) -> None:
         fleet, replicas = gateway.fleet, gateway.fleet.membership.replicas
         running = [one for replica in replicas for one in replica.running.values()]
-        notice = _BUSY_NOTICE_SECONDS if self.is_busy else _NOTICE_SECONDS
+        notice = self.gateway_pause_seconds
+        notice += _BUSY_NOTICE_SECONDS if self.is_busy else _NOTICE_SECONDS
         for inflight in (*running, *fleet._waiting, *fleet.admission):
             if inflight.index not in inflight.mailbox._unfinished:
                 raise AssertionError(f"{name} has a sequence that nobody waits for")
