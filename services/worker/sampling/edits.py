@@ -73,14 +73,20 @@ class BadWords(LogitEdit):
     """
 
     def __init__(self, words: tuple[tuple[int, ...], ...], output: Int32Array) -> None:
-        self._words = tuple((word[:-1], word[-1]) for word in words)
+        self._always = np.array([word[0] for word in words if len(word) == 1], dtype=np.int64)
+        self._after: dict[int, list[tuple[int, ...]]] = {}
+        """Maps a token to the bad words of which it is the last but one token."""
+        for word in words:
+            if len(word) > 1:
+                self._after.setdefault(word[-2], []).append(word)
         self._recent = deque(output.tolist(), maxlen=max(map(len, words)) - 1)
 
     def apply(self, logits: Float32Array) -> None:
+        logits[self._always] = -np.inf
         recent = tuple(self._recent)
-        for prefix, last in self._words:
-            if not prefix or recent[-len(prefix) :] == prefix:
-                logits[last] = -np.inf
+        for word in self._after.get(recent[-1], ()) if recent else ():
+            if recent[1 - len(word) :] == word[:-1]:
+                logits[word[-1]] = -np.inf
 
     def append(self, token_id: int) -> None:
         self._recent.append(token_id)

@@ -1,5 +1,7 @@
 """Each change of the logits by a request's parameters, before the sampling filters."""
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from services.common.request.sampling import SamplingParams
-from services.worker.sampling.edits import logit_edits
+from services.worker.sampling.edits import BadWords, logit_edits
 from services.worker.sampling.sampler import Sampler
 
 VOCAB_SIZE = 6
@@ -61,6 +63,21 @@ def test_a_bad_word_that_begins_in_the_prompt_may_be_completed() -> None:
 def test_bad_words_that_overlap_ban_together() -> None:
     params = SamplingParams(bad_words=((1, 2), (2, 1, 3), (0,), (3, 1, 4)))
     assert edited(params, [0] * 6, [], [2, 1]) == [BAN, 0, BAN, BAN, 0, 0]
+
+
+def test_many_bad_words_take_little_longer_than_one() -> None:
+    """All requests of a step wait for the edits of each of them."""
+
+    def seconds(count: int) -> float:
+        words = (*((token,) for token in range(count)), *((token, 1) for token in range(count)))
+        logits = np.zeros(2048, np.float32)
+        edit = BadWords(words, np.array([7], np.int32))
+        began = time.thread_time()
+        for _ in range(200):
+            edit.apply(logits)
+        return time.thread_time() - began
+
+    assert min(seconds(1024) for _ in range(5)) < 30 * min(seconds(8) for _ in range(5))
 
 
 def test_no_ending_token_before_min_tokens() -> None:
