@@ -1,6 +1,7 @@
 """To which replica a routing policy sends a sequence, and the reason that it reports."""
 
 import random
+import time
 from collections import Counter
 
 import pytest
@@ -138,6 +139,24 @@ def test_sessions_stay_when_another_replica_is_lost() -> None:
     assert {s: a for s, a in before.items() if a != "c"} == {
         s: a for s, a in after.items() if before[s] != "c"
     }
+
+
+def test_candidates_that_change_with_each_request_cost_no_new_ring() -> None:
+    policy = make_policy(
+        "consistent-hash", RoutingParts(random.Random(0), ManualClock(), FakeFleet(), 4)
+    )
+    world = fleet("round-robin", 8)
+    mailbox = world.start(session_id="s")
+    replicas = list(world.replicas.values())
+    began = time.process_time()
+    first = policy.choose(mailbox.inflights[0], replicas)
+    middle = time.process_time()
+    for number in range(100):
+        others = [one for at, one in enumerate(replicas) if at != number % 8]
+        route = policy.choose(mailbox.inflights[0], others)
+        is_first_there = first.address in [one.address for one in others]
+        assert (route.address == first.address) is is_first_there
+    assert time.process_time() - middle < 10 * (middle - began)
 
 
 # The cache-aware policy.

@@ -14,6 +14,10 @@ from services.gateway.core.routing_decision import RoutingDecision, RoutingReaso
 POINTS_PER_REPLICA = 64
 NUM_PREFIX_TOKENS = 256
 MAX_OVER_MEAN = 1.25
+MAX_ADDRESSES_OVER = 4
+"""A ring with this number of times the candidates' addresses is made again with only these when a
+candidate is added.
+"""
 
 
 class ConsistentHash:
@@ -27,6 +31,9 @@ class ConsistentHash:
 
     def __init__(self, _parts: RoutingParts) -> None:
         self._addresses: frozenset[str] = frozenset()
+        """The addresses on the ring. Those that are no candidates now are skipped, because the
+        candidates may differ at each call, and a ring of 100 replicas takes milliseconds to sort.
+        """
         self._points: list[int] = []
         self._owners: list[str] = []
 
@@ -40,13 +47,15 @@ class ConsistentHash:
         replica = next(
             one
             for address in dict.fromkeys(ring)
-            if (one := by_address[address]).load.num_requests < most
+            if (one := by_address.get(address)) is not None and one.load.num_requests < most
         )
         return RoutingDecision(replica.address, RoutingReason.HASH, len(candidates))
 
     def _place(self, addresses: frozenset[str]) -> None:
-        if addresses == self._addresses:
+        if addresses <= self._addresses:
             return
+        if len(self._addresses) < MAX_ADDRESSES_OVER * len(addresses):
+            addresses |= self._addresses
         ring = sorted(
             (_point(f"{address} {number}".encode()), address)
             for address in addresses
