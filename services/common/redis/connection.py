@@ -7,8 +7,8 @@ socket operation have a time limit. Commands are limited to Redis 6.2 and RESP2.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from services.common.redis.url import NEEDS_REDIS, missing_file, without_secrets
 
 CALL_SECONDS = 0.5
 FIRST_CALL_SECONDS = 1.0
+_LAST_TURNS = 3
 
 T = TypeVar("T")
 Client = Any  # Redis or RedisCluster. Both have the methods that are used.
@@ -65,7 +66,7 @@ class RedisConnection:
     async def call(self, use: Callable[[Client], Awaitable[T]], seconds: float = CALL_SECONDS) -> T:
         """Returns the result of `use(client)`. Raises RedisUnavailable on failure or timeout."""
         try:
-            async with asyncio.timeout(seconds):
+            async with _timeout(seconds):
                 answer = await use(await self._connected())
         # Every error is caught, because redis-py does not document all errors that it can raise
         # while a cluster changes. Every error means that the call has failed.
@@ -137,6 +138,28 @@ class RedisConnection:
             return self._client
 
 
+@asynccontextmanager
+async def _timeout(seconds: float) -> AsyncIterator[None]:
+    """Like asyncio.timeout, but when the time is over, lets the event loop run _LAST_TURNS more
+    times. So a reply that arrived while the event loop was busy is not late.
+    """
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(None) as limit:
+        timer: asyncio.Handle = loop.call_later(seconds, lambda: expire(_LAST_TURNS))
+
+        def expire(num_turns: int) -> None:
+            nonlocal timer
+            if num_turns:
+                timer = loop.call_soon(expire, num_turns - 1)
+            else:
+                limit.reschedule(loop.time())
+
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+
 def _raise_if_cancelled() -> None:
     """Raises CancelledError if the task is cancelled, because redis-py may hide a cancellation."""
     task = asyncio.current_task()
@@ -146,6 +169,6 @@ def _raise_if_cancelled() -> None:
 
 def _text(error: BaseException) -> str:
     """The text of an error in one line, without the command with which pipeline errors begin."""
-    if isinstance(error, TimeoutError):
+    if type(error).__name__ == TimeoutError.__name__:  # redis-py's class has the same name
         return "no answer in time"
     return str(error).rpartition("caused error: ")[2] or repr(error)

@@ -45,6 +45,15 @@ async def test_a_stopped_server_costs_a_call_half_a_second_at_most(server, redis
     assert await redis.call(lambda client: client.get("key")) == b"value"
 
 
+async def test_a_reply_that_arrives_while_the_event_loop_is_busy_is_not_late(redis):
+    await redis.call(lambda client: client.set("key", b"value"))
+    for _ in range(5):
+        calling = asyncio.create_task(redis.call(lambda client: client.get("key"), 0.05))
+        await asyncio.sleep(0.0001)
+        time.sleep(0.2)  # noqa: ASYNC251 - the event loop is busy
+        assert await calling == b"value"
+
+
 async def test_a_killed_server_is_found_again(server, redis):
     await redis.pipeline([("SET", "key", "value"), ("GET", "key")])
     server.kill()
