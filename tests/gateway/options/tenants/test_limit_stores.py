@@ -233,6 +233,20 @@ async def test_slots_are_held_while_their_gateway_lives(shared_redis: RedisServe
     await asyncio.gather(*running, return_exceptions=True)
 
 
+@needs_redis
+async def test_a_burst_of_requests_does_not_count_as_a_failure_of_redis(
+    shared_redis: RedisServer,
+) -> None:
+    shared_redis.ask("FLUSHALL")
+    store = lease_holder(shared_redis, "one", 3 * busy_slowness() * TAKE_SECONDS)
+    limits = LimitSet("burst", max_concurrent_requests=5000)
+    for number in range(3):
+        changes = [Change(f"{number}-{one}", slot_change=HOLD) for one in range(1200)]
+        await asyncio.gather(*(store.take(limits, change) for change in changes))
+        assert not store.is_lost
+    await store._redis.close()
+
+
 async def _renewal(server: RedisServer) -> None:
     """Waits until the gateway begins to renew the slots."""
     deadline = server.ask("ZSCORE", "slots:{t:0}", "a")

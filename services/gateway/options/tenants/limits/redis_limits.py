@@ -1,10 +1,11 @@
 """Counts tenants' requests and tokens in Redis, for all gateways together. While Redis is
 unreachable, each gateway applies its own part of the limits.
 
-No request fails because of Redis, or waits for Redis longer than TAKE_SECONDS. Each gateway has a
-lease in Redis, by which gateways are counted. After a failed call, a gateway counts in memory until
-it has renewed its lease. It then applies each limit divided by the last known number of gateways,
-and starts from the tenant's last levels (remaining amounts) in Redis, also divided by this number.
+No request fails because of Redis, or waits for one call of Redis longer than TAKE_SECONDS. Each
+gateway has a lease in Redis, by which gateways are counted. After a failed call, a gateway counts
+in memory until it has renewed its lease. It then applies each limit divided by the last known
+number of gateways, and starts from the tenant's last levels (remaining amounts) in Redis, also
+divided by this number.
 """
 
 import asyncio
@@ -37,8 +38,8 @@ _LEASE_MILLIS = 3000
 SLOT_LEASE_MILLIS = 15_000
 _SLOTS_PER_CALL = 500
 _MAX_UNRELEASED = 10_000
-_MAX_CALLS = 32
-"""Limit on the number of concurrent calls to Redis. Each call uses its own connection."""
+_MAX_CALLS = 16
+"""Limit on the number of concurrent calls for requests. Each call uses its own connection."""
 _QUOTAS = (None, Quota.REQUESTS, Quota.TOKENS, Quota.CONCURRENCY)
 
 T = TypeVar("T")
@@ -108,7 +109,7 @@ class RedisLimits:
 
     async def _take(self, limits: LimitSet, change: Change) -> Standing:
         try:
-            standing = await self._change(limits, change)
+            standing = await self._change_in_turn(limits, change)
         except RedisUnavailable as error:
             self._lost(error)
             standing = self._take_locally(limits, change)
@@ -175,11 +176,20 @@ class RedisLimits:
 
     async def _send(self, limits: LimitSet, change: Change) -> None:
         try:
-            self._last[limits.tenant_id] = await self._change(limits, change)
+            self._last[limits.tenant_id] = await self._change_in_turn(limits, change)
         except RedisUnavailable as error:
             self._lost(error)
             if change.slot_change is SlotChange.RELEASE:
                 self._unreleased.append((limits, change.slot))
+
+    async def _change_in_turn(self, limits: LimitSet, change: Change) -> Standing:
+        """Makes a change after earlier changes of a burst. The time until then does not count
+        towards the time limit, because it does not show that Redis is slow.
+        """
+        async with self._in_flight:
+            if self._is_lost:
+                raise RedisUnavailable("an earlier call to Redis has failed")
+            return await self._change(limits, change)
 
     async def _change(self, limits: LimitSet, change: Change) -> Standing:
         refused_by, wait, requests, tokens, num_slots, now = await self._call(
@@ -235,11 +245,9 @@ class RedisLimits:
     async def _call(
         self, script: str, keys: tuple[str, ...], arguments: tuple[Any, ...], seconds: float
     ) -> Any:
-        async def use(client: Client) -> Any:
-            async with self._in_flight:
-                return await _evaluate(client, script, keys, arguments)
-
-        return await self._redis.call(use, seconds)
+        return await self._redis.call(
+            lambda client: _evaluate(client, script, keys, arguments), seconds
+        )
 
     def _lost(self, error: RedisUnavailable) -> None:
         if not self._is_lost:
