@@ -26,10 +26,13 @@ class FleetCollector(Collector):
         """Number of replicas that did not send their metrics in the last scrape."""
 
     def collect(self) -> Iterator[Metric]:
-        membership = self._fleet.membership
+        """Called in another thread than the event loop's, so it must not use `Membership.ready`,
+        which stores its result.
+        """
+        replicas = self._fleet.membership.replicas
         for name, value in (
-            (edge.GATEWAY_REPLICAS, len(membership.replicas)),
-            (edge.GATEWAY_REPLICAS_READY, membership.num_ready),
+            (edge.GATEWAY_REPLICAS, len(replicas)),
+            (edge.GATEWAY_REPLICAS_READY, sum(replica.is_ready for replica in replicas)),
             (edge.GATEWAY_REPLICAS_EXPECTED, self._num_expected),
             (edge.GATEWAY_REPLICAS_SILENT, self.num_silent),
             (edge.GATEWAY_RESUBMISSIONS, self._fleet.num_resubmissions),

@@ -1,6 +1,10 @@
 """Replicas that join and leave while requests run."""
 
+from threading import Event, Thread, current_thread, main_thread
+
+from services.gateway.adapters.telemetry.fleet_metrics import FleetCollector
 from services.gateway.core.fleet.membership import LEAVE_AFTER_SECONDS
+from services.gateway.core.fleet.replica import Replica
 from services.gateway.core.fleet.replica_description import ReplicaDescription, ReplicaState
 from services.gateway.core.fleet.routing.cache_aware import SPREAD_MIN_SHARING
 from services.gateway.core.request.inflight import Mailbox
@@ -254,3 +258,32 @@ def test_of_the_sessions_on_a_ring_only_a_newcomers_share_moves() -> None:
     world.replicas["d"].closed("ended")
     world.fleet.set_addresses("redis", [])
     assert places() == before
+
+
+class SlowReplica(Replica):
+    """A replica whose state another thread reads slowly."""
+
+    reached, goes_on = Event(), Event()
+
+    @property
+    def is_ready(self) -> bool:
+        is_ready = super().is_ready
+        if current_thread() is not main_thread():
+            self.reached.set()
+            assert self.goes_on.wait(60)
+        return is_ready
+
+
+def test_a_replica_that_is_lost_during_a_scrape_is_not_ready_after_it() -> None:
+    world = FakeFleet(2)
+    world.connect("a", "b")
+    world.replicas["b"].__class__ = SlowReplica
+    collector = FleetCollector(world.fleet, "tiny", None)
+    world.fleet.membership.readiness_changed()
+    scrape = Thread(target=lambda: list(collector.collect()))
+    scrape.start()
+    assert SlowReplica.reached.wait(60)
+    world.replicas["a"].closed("killed")
+    SlowReplica.goes_on.set()
+    scrape.join()
+    assert [replica.address for replica in world.fleet.membership.ready()] == ["b"]
