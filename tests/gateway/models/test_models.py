@@ -1,7 +1,8 @@
 """A gateway of two models: each request reaches the replica of the model that it names."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from stepwell.gateway.v1 import gateway_pb2
 
 from services.common.keys.api_keys import TenantRecord
 from services.common.request.adapter import Adapter
+from services.common.telemetry.metrics_servicer import COLLECT_TIMEOUT_SECONDS
 from tests.e2e.browser import WIDE, chromium, page_of
 from tests.gateway.fake_scheduler import FakeScheduler
 from tests.gateway.keyring import FileKeyring
 from tests.gateway.serving import Serving, serving
+from tests.slowness import busy_slowness
 from tests.waiting import until
 
 CHAT: Any = [{"role": "user", "content": "hi"}]
@@ -207,6 +210,21 @@ async def test_each_series_is_exposed_once_and_names_its_model(two: Serving) -> 
     assert ready == {(("model_name", "tiny"),), (("model_name", "org/large"),)}
     models = {dict(labels).get("model_name") for name, labels in series if "http_requests" in name}
     assert models == {"tiny", "org/large"}
+
+
+class WithHungMetrics(FakeScheduler):
+    async def _collect(self, labels: Mapping[str, str], exemplars: bool) -> bytes:
+        await asyncio.Event().wait()
+        return await super()._collect(labels, exemplars)
+
+
+async def test_hung_replicas_of_several_models_delay_a_scrape_once(model: Path) -> None:
+    hung = [WithHungMetrics(model_name=f"model-{number}", metrics="") for number in range(5)]
+    async with serving(model, WithHungMetrics(metrics=""), further=hung) as served:
+        began = time.monotonic()
+        text = (await served.http.get("/metrics")).text
+        assert time.monotonic() - began < 3 * COLLECT_TIMEOUT_SECONDS * busy_slowness()
+    assert text.count("stepwell_gateway_replicas_without_metrics{") == 6
 
 
 async def test_operators_calls_reach_the_model_of_their_path(two: Serving) -> None:

@@ -57,7 +57,9 @@ class FleetMetrics:
         with one of `hidden_labels` are omitted.
         """
         models = (self, *self.others)
-        texts = [await one.of_one_model(hidden_labels, exemplars=exemplars) for one in models]
+        texts = await asyncio.gather(
+            *(one.of_one_model(hidden_labels, exemplars=exemplars) for one in models)
+        )
         return merged(text for of_model in texts for text in of_model)
 
     async def of_one_model(
