@@ -166,7 +166,7 @@ def why_wrong(tenant: TenantRecord) -> str | None:
     if isinstance(tenant.weight, bool) or not isinstance(tenant.weight, int | float):
         return "weight must be a number"
     if not 1 / MAX_WEIGHT <= tenant.weight <= MAX_WEIGHT:
-        return f"weight must be from {1 / MAX_WEIGHT:g} to {MAX_WEIGHT:g}, not {tenant.weight:g}"
+        return f"weight must be from {1 / MAX_WEIGHT:g} to {MAX_WEIGHT:g}"
     share = tenant.max_retained_share
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
         return "max_retained_share must be a number above 0, at most 1"

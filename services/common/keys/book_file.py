@@ -29,10 +29,12 @@ def change_book(path: Path, change: Callable[[KeyBook], KeyBook]) -> None:
 
 
 def version_of(path: Path) -> tuple[int, int, int] | None:
-    """Returns a value that changes when the file changes. Returns None if there is no file."""
+    """Returns a value that changes when the file changes. Returns None if there is no file, or if
+    the file system fails.
+    """
     try:
         found = path.stat()
-    except FileNotFoundError:
+    except OSError:
         return None
     return found.st_ino, found.st_mtime_ns, found.st_size
 

@@ -128,6 +128,7 @@ def test_a_damaged_record_is_named_by_its_key(value: object) -> None:
         {"max_retained_share": float("nan")},
         {"weight": "1"},
         {"weight": float("nan")},
+        {"weight": 10**400},
         {"requests_per_minute": 0},
         {"tokens_per_minute": 1.5},
         {"max_concurrent_requests": True},
