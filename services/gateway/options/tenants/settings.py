@@ -13,7 +13,8 @@ class TenantSettings:
     api_keys: tuple[str, ...] = setting(
         (),
         doc="clients' keys, comma-separated, each with a tenant of its own. Without keys in any "
-        "of the three settings, no key is required",
+        "of the three settings, no key is required; with an empty file of keys, no client is "
+        "served",
         is_secret=True,
     )
     api_key_file: Path | None = setting(

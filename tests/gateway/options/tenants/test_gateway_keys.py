@@ -170,6 +170,19 @@ async def test_plain_keys_of_a_file_are_read_again(model: Path, tmp_path: Path) 
         assert (await served.http.post("/v1/completions", json=BODY)).status_code == 401
 
 
+async def test_a_file_that_gets_its_keys_later_serves_nobody_before(
+    model: Path, tmp_path: Path
+) -> None:
+    keys = FileItems.read(mount(tmp_path, "..1", "\n"))
+    async with serving(model, FakeScheduler(), api_keys=keys) as served:
+        for headers in ({}, bearer("first")):
+            answer = await served.http.post("/v1/completions", json=BODY, headers=headers)
+            assert answer.status_code == 401
+        mount(tmp_path, "..2", "first")
+        await becomes(served, "first", 200)
+        assert (await served.http.post("/v1/completions", json=BODY)).status_code == 401
+
+
 async def test_a_key_that_stays_keeps_its_tenant(model: Path, tmp_path: Path) -> None:
     """Otherwise the second key would see the traces and sessions of the first one."""
     keys = FileItems.read(mount(tmp_path, "..1", "first,second"))
@@ -198,6 +211,27 @@ async def test_a_damaged_file_changes_nothing(
         path.unlink()
         assert (await post(served, key)).is_success
         path.write_text(whole)
+        assert (await post(served, await ring.add(OTHER))).is_success
+
+
+async def test_files_whose_directory_cannot_be_read_change_nothing(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    mounted, away = tmp_path / "mounted", tmp_path / "away"
+    mounted.mkdir()
+    ring = FileKeyring(mounted / "keys.json")
+    key = await ring.add(ACME)
+    (mounted / "plain").write_text("plain")
+    settings = {"api_keys": FileItems.read(mounted / "plain"), "api_key_file": ring.path}
+    async with serving(model, FakeScheduler(), **settings) as served:
+        mounted.rename(away)
+        mounted.write_text("not a directory")
+        await until(lambda: "the previous keys stay in use" in caplog.text)
+        await asyncio.sleep(1.5)  # both files are looked at once a second
+        for known in (key, "plain"):
+            assert (await post(served, known)).is_success
+        mounted.unlink()
+        away.rename(mounted)
         assert (await post(served, await ring.add(OTHER))).is_success
 
 

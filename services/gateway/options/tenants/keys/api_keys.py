@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from services.common.errors import Unauthenticated
 from services.common.keys.api_keys import KeyState, key_id_of, time_text
+from services.common.process.settings import FileItems
 from services.gateway.adapters.access import Access, bytes_of, invalid_key, key_of
 from services.gateway.core.caller import ANYONE, Caller
 from services.gateway.options.tenants.core.limits.rule import LimitSet
@@ -15,7 +16,8 @@ from services.gateway.options.tenants.keys.store import KeyStore, KnownKey
 
 class ApiKeys(Access):
     """Accepts requests with an API key from `plain` or `store`. If there are neither keys in
-    `plain` nor a store, accepts every request.
+    `plain` nor a store, accepts every request. But if `plain` is read from a file, which may get
+    keys later, a request needs a key even while the file has none.
 
     Each key in `plain` has its own tenant without limits, named `key-1`, `key-2` and so on.
     """
@@ -35,7 +37,7 @@ class ApiKeys(Access):
         self.set_plain(plain)
         self._store = store
         self._unix_seconds = unix_seconds
-        self.needs_key = bool(plain) or store is not None
+        self.needs_key = bool(plain) or isinstance(plain, FileItems) or store is not None
 
     def set_plain(self, plain: Sequence[str]) -> None:
         """Replaces the plain keys. A key that stays keeps its tenant. The number of a removed key's
