@@ -4,12 +4,14 @@
 
 1. Profile: `stepwell profile` measures steps of a worker with the same settings and fits a model of
    step times to them. The errors are of held-out steps, which are not used in the fit.
-2. Serving costs, the time that the services add to each step: they are fitted to real runs
-   with other loads and other conversations.
-3. Comparison: real runs at 0.5, 1 and 2 times the capacity, and at 2 times the capacity with each
-   further policy. Clients send conversations over HTTP. The simulations use the same conversations,
-   the same scheduler settings and the fitted times.
-4. Replay: `stepwell replay` repeats every plan of the real runs of part 3 from their step logs.
+2. Real runs at 0.5, 1 and 2 times the capacity, and at 2 times the capacity with each further
+   policy. Clients send conversations over HTTP.
+3. Serving costs, the time that the services add to each step: for each of these runs, they are
+   fitted to all other runs, and to further runs with other conversations. Runs at other times are
+   needed, because the speed of a shared machine changes.
+4. Comparison: the simulations use the same conversations, the same scheduler settings and the
+   fitted times.
+5. Replay: `stepwell replay` repeats every plan of the real runs of part 2 from their step logs.
 
 The capacity is the number of conversations a second that the simulation completes if all arrive at
 the same time, without pauses.
@@ -48,12 +50,12 @@ from services.simulation.laboratory.accounts import percentile
 from services.simulation.laboratory.programs import Program
 from services.simulation.laboratory.run import RunResult, Setup, simulate
 from services.simulation.laboratory.workloads import NAMES
-from services.worker.core.step_times import NO_SERVING, StepTimes
+from services.worker.core.step_times import NO_SERVING, ServingCosts, StepTimes
 from services.worker.profiles.profile import MeasuredProfile, read_profile
 
 FITTED_LOADS = 0.2, 0.5, 1.0
-"""Loads, relative to the capacity, of the real runs to which serving costs are fitted: with few and
-with many requests at once. This capacity is simulated without serving costs.
+"""Loads, relative to the capacity, of the real runs that are only fitted: with few and with many
+requests at once. This capacity is simulated without serving costs.
 """
 SHORTEST = "benchmarks.accuracy.shortest_prompt:ShortestPromptFirst"
 POLICIES = f"fcfs,priority,{SHORTEST}"
@@ -124,6 +126,19 @@ HEADER = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A real run."""
+
+    policy: str
+    load: float
+    programs: list[Program]
+    measures: Measures
+    config: SchedulerConfig
+    decodings: list[Decoding]
+    num_plans: int
+
+
 class Benchmark:
     """Profiles, runs and simulates one model."""
 
@@ -139,25 +154,35 @@ class Benchmark:
             workload=options.workload,
         )
         self._times: StepTimes
-        self._serving = NO_SERVING
 
     async def run(self) -> dict[str, Any]:
         """Runs all parts of the benchmark. Returns the figures."""
         errors = await self._read_profile()
-        serving = await self._fit_serving()
-        capacity = self._capacity()
+        fitted = await self._decodings_of_fitted_loads()
+        capacity = self._capacity(fit_serving(fitted))
         log(f"{self._model.name}: capacity {capacity:.3g} conversations a second")
         options, loads = self._options, self._options.loads
-        runs = [(options.policies[0], load) for load in loads] + [
-            (name, loads[-1]) for name in options.policies[1:]
-        ]
+        names = [(options.policies[0], load) for load in loads]
+        names += [(policy, loads[-1]) for policy in options.policies[1:]]
+        runs = [await self._record(policy, load, capacity) for policy, load in names]
+
+        def others(run: Recorded | None) -> list[Decoding]:
+            return fitted + [one for other in runs if other is not run for one in other.decodings]
+
+        found = others(None)
+        serving = fit_serving(found)
         return {
             "model": self._model.name,
             "held_out_steps": errors,
             "times": asdict(self._times),
-            "serving": serving,
+            "serving": {
+                "costs": asdict(serving),
+                "num_answers": len(found),
+                "median_error": median_error(found, serving),
+                "median_error_without": median_error(found, NO_SERVING),
+            },
             "capacity": capacity,
-            "rows": [await self._compare(policy, load, capacity) for policy, load in runs],
+            "rows": [self._compare(run, fit_serving(others(run))) for run in runs],
         }
 
     async def _read_profile(self) -> list[str]:
@@ -181,38 +206,41 @@ class Benchmark:
         lines = path.read_text().splitlines()
         return [line[2:] for line in lines if line.startswith(("# decode:", "# mixed:"))]
 
-    async def _fit_serving(self) -> dict[str, Any]:
-        """Fits the serving costs. Returns them, and the median errors with and without them."""
-        capacity, found = self._capacity(), []
+    async def _decodings_of_fitted_loads(self) -> list[Decoding]:
+        capacity, found = self._capacity(NO_SERVING), []
         for load in FITTED_LOADS:
             log(f"{self._model.name}: fitting what the services add, {load:g} times the device's")
             run, step_log = await self._real("fcfs", self._arriving(load * capacity, seed=1))
             found += self._decodings(run, step_log)
-        self._serving = fit_serving(found)
-        return {
-            "costs": asdict(self._serving),
-            "num_answers": len(found),
-            "median_error": median_error(found, self._serving),
-            "median_error_without": median_error(found, NO_SERVING),
-        }
+        return found
 
-    async def _compare(self, policy: str, load: float, capacity: float) -> Comparison:
-        """Does a real run, simulates it, and replays its step log."""
+    async def _record(self, policy: str, load: float, capacity: float) -> Recorded:
+        """Does a real run, and replays its step log."""
         log(f"{self._model.name}: {policy}, {load:g} times the capacity")
         programs = self._arriving(load * capacity, seed=2)
         if policy == "priority":
             programs = with_priorities(programs)
         run, step_log = await self._real(policy, programs)
-        config = StepLogFile(step_log).header.config
-        return Comparison(
-            self._model.name,
+        return Recorded(
             policy,
             load,
-            len(programs),
+            programs,
             Measures.of_real(run),
-            Measures.of_simulated(self._simulated(config, programs)),
+            StepLogFile(step_log).header.config,
+            self._decodings(run, step_log),
             await num_equal_plans(step_log),
-            total_error(self._decodings(run, step_log), self._serving),
+        )
+
+    def _compare(self, run: Recorded, serving: ServingCosts) -> Comparison:
+        return Comparison(
+            self._model.name,
+            run.policy,
+            run.load,
+            len(run.programs),
+            run.measures,
+            Measures.of_simulated(simulate(Setup(run.config, self._times, serving), run.programs)),
+            run.num_plans,
+            total_error(run.decodings, serving),
         )
 
     def _worker_variables(self) -> dict[str, str]:
@@ -241,10 +269,7 @@ class Benchmark:
         client = CLIENTS[self._options.client]
         return await run_conversations(settings, programs, step_log, client), step_log
 
-    def _simulated(self, config: SchedulerConfig, programs: list[Program]) -> RunResult:
-        return simulate(Setup(config, self._times, self._serving), programs)
-
-    def _capacity(self) -> float:
+    def _capacity(self, serving: ServingCosts) -> float:
         limits = {name: getattr(self._options, name) for name in _SETTINGS}
         config = SchedulerConfig(
             **limits,
@@ -253,7 +278,8 @@ class Benchmark:
             async_scheduling=True,
         )
         programs = at_once(self._conversations.arriving(_CAPACITY_PROGRAMS, 1.0, seed=3))
-        return len(programs) / self._simulated(config, programs).simulated_seconds
+        run = simulate(Setup(config, self._times, serving), programs)
+        return len(programs) / run.simulated_seconds
 
     def _decodings(self, run: RealRun, step_log: Path) -> list[Decoding]:
         with step_log.open() as lines:
