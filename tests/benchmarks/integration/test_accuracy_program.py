@@ -79,4 +79,6 @@ async def test_a_real_run_is_measured_replayed_and_simulated(
     with step_log.open() as lines:
         found = decodings(lines, run.answered, profile.times)
     assert len(found) == sum(turn.num_output_tokens > 1 for turn in turns)
-    assert fit_serving(found).seconds >= 0
+    curve = fit_serving(found).seconds_by_requests
+    assert [size for size, _ in curve] == [1, 2, 4]
+    assert min(seconds for _, seconds in curve) >= 0
