@@ -27,6 +27,9 @@ class Answer:
     another client with the same idempotency key may still wait for the answer.
     """
     error: str | None = None
+    same_key: list["Answer"] = field(default_factory=list)
+    """The answers to all requests with the same idempotency key. Empty for a request without one.
+    """
 
     def clear(self) -> None:
         """Drops all received parts, because the request is sent again."""

@@ -179,6 +179,8 @@ class _Run:
     network: Network
     answers: dict[int, Answer]
     whole_probe: Answer
+    answers_by_key: dict[str, list[Answer]] = field(default_factory=dict)
+    """Maps idempotency keys to the answers to their requests."""
 
     async def main(self) -> None:
         plan, fleet, lines = self.plan, self.fleet, self.network.lines
@@ -239,6 +241,9 @@ class _Run:
     def _client(self, arrival: Arrival) -> "asyncio.Task[None]":
         process = Process(self.network.loop, f"client-{arrival.number}")
         answer = self.answers[arrival.number] = Answer()
+        if key := arrival.request.key:
+            answer.same_key = self.answers_by_key.setdefault(key, [])
+            answer.same_key.append(answer)
         retries = self.plan.shape.setting("max_num_waiting") is not None
         return process.spawn(_client(arrival, answer, self.network, retries=retries))
 
