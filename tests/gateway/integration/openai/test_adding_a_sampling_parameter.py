@@ -95,7 +95,7 @@ def test_a_new_parameter_touches_six_files_and_none_can_be_forgotten(tree: Tree)
     tree.add_after(SAMPLER, "    min_p: float = 0.0", "    top_a: float = 0.0")
     tree.add_after(SAMPLER, "    limit = size = len(logits)", "    assert filters.top_a == 0")
     tree.add_after(CHECK, '    "min_p":', '    "top_a": ({"top_a": 0.5}, 0.5),')
-    flag = '    ("top_a", float, "drop improbable tokens"),'
-    tree.add_after(FLAGS, '    ("presence_penalty", float', flag)
+    flag = '    ("top_a", _number, "drop improbable tokens"),'
+    tree.add_after(FLAGS, '    ("presence_penalty", _number', flag)
     assert not tree.failed_checks()
     assert tree.changed - {CHECK} == {PROTO, DATACLASS, BODIES, DOCUMENT, SAMPLER, FLAGS}
