@@ -3,7 +3,7 @@
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from opentelemetry.sdk.resources import Resource
 
 from services.common.process.service_settings import ServiceSettings
 from services.common.telemetry.span_sender import LAST_EXPORT_SECONDS
+from services.common.telemetry.tracing import endpoint_urls
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics import MeterProvider
@@ -25,10 +26,11 @@ def service_meter(service: str, settings: ServiceSettings) -> Iterator[Meter]:
     minute, or OTEL_METRIC_EXPORT_INTERVAL in milliseconds. Nothing is sent without an endpoint, or
     if OTEL_METRICS_EXPORTER is "none". Remaining values are sent when the `with` block ends.
     """
-    if not settings.otlp_endpoint or os.environ.get("OTEL_METRICS_EXPORTER") == "none":
+    urls = endpoint_urls(settings.otlp_endpoint)
+    if not urls or os.environ.get("OTEL_METRICS_EXPORTER") == "none":
         yield NoOpMeter("stepwell")
         return
-    provider = _otlp_provider(service, settings.otlp_endpoint)
+    provider = _otlp_provider(service, urls)
     try:
         yield provider.get_meter("stepwell")
     finally:
@@ -45,7 +47,7 @@ def _shut_down(provider: "MeterProvider") -> None:
         )
 
 
-def _otlp_provider(service: str, endpoint: str) -> "MeterProvider":
+def _otlp_provider(service: str, urls: Sequence[str]) -> "MeterProvider":
     # Imported here, so that processes without an endpoint do not load these modules.
     from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import (  # noqa: PLC0415
         OTLPMetricExporter,
@@ -58,7 +60,7 @@ def _otlp_provider(service: str, endpoint: str) -> "MeterProvider":
             PeriodicExportingMetricReader(
                 OTLPMetricExporter(url, insecure=not url.startswith("https://"))
             )
-            for url in map(str.strip, endpoint.split(","))
+            for url in urls
         ],
         Resource.create({"service.name": f"stepwell-{service}", "service.namespace": "stepwell"}),
         shutdown_on_exit=False,

@@ -196,8 +196,7 @@ def configure_tracing(
     processor = SynchronousMultiSpanProcessor()  # type: ignore[no-untyped-call]
     if exporter is not None:
         processor.add_span_processor(SimpleSpanProcessor(exporter))
-    urls = [url for one in endpoint.split(",") if (url := one.strip())]
-    senders = tuple(SpanSender(_otlp_exporter(url)) for url in urls)
+    senders = tuple(SpanSender(_otlp_exporter(url)) for url in endpoint_urls(endpoint))
     for sender in senders:
         processor.add_span_processor(sender)
     provider = TracerProvider(
@@ -208,6 +207,11 @@ def configure_tracing(
     )
     tracer = provider.get_tracer("stepwell")
     return Tracing(tracer, provider, processor, sample_ratio, root_sampler, senders)
+
+
+def endpoint_urls(endpoint: str) -> list[str]:
+    """Splits a comma-separated list of OTLP URLs. Empty parts are ignored."""
+    return [url for one in endpoint.split(",") if (url := one.strip())]
 
 
 @cache

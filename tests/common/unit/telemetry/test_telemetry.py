@@ -10,7 +10,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import INVALID_SPAN, SpanKind
 
 from services.common.telemetry.trace_context import parse_traceparent
-from services.common.telemetry.tracing import configure_tracing
+from services.common.telemetry.tracing import configure_tracing, endpoint_urls
 from tests.traceparents import traceparent_of
 
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -131,3 +131,12 @@ def test_a_collector_that_hangs_does_not_hold_up_the_end() -> None:
         began = time.monotonic()
         tracing.shutdown()
         assert time.monotonic() - began < 8, "an export may take 10 s"
+
+
+def test_empty_parts_of_a_list_of_endpoints_are_ignored() -> None:
+    """An exporter with an empty URL would send to localhost."""
+    assert endpoint_urls("http://one:4317, ,https://two:4317,") == [
+        "http://one:4317",
+        "https://two:4317",
+    ]
+    assert not endpoint_urls(" , ")
