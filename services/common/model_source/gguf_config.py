@@ -42,7 +42,11 @@ def gguf_config(file: Path, header: GgufHeader) -> dict[str, Any]:
     if reader.optional("expert_count"):
         raise GgufError(file, "expert_count: models with experts are not supported as GGUF files")
     heads, width = reader.number("attention.head_count"), reader.number("embedding_length")
+    kv_heads = reader.number("attention.head_count_kv", heads)
     head_dim = reader.optional("attention.key_length") or width // heads
+    for tensor, count in ("blk.0.attn_q.weight", heads), ("blk.0.attn_k.weight", kv_heads):
+        if tensor in tensors and (rows := tensors[tensor].shape[0]) != count * head_dim:
+            raise GgufError(file, f"tensor {tensor} has {rows} rows, not {count} times {head_dim}")
     length, theta = reader.number("context_length"), reader.optional("rope.freq_base") or 10000.0
     frequencies = tensors.get(_ROPE_FREQUENCIES)
     architecture, model_type = ARCHITECTURES[name]
@@ -54,7 +58,7 @@ def gguf_config(file: Path, header: GgufHeader) -> dict[str, Any]:
         "intermediate_size": reader.number("feed_forward_length"),
         "num_hidden_layers": reader.number("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": reader.optional("attention.head_count_kv") or heads,
+        "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "max_position_embeddings": length,
         "rms_norm_eps": _shortest(reader.number("attention.layer_norm_rms_epsilon")),
@@ -105,8 +109,10 @@ class _Reader:
             raise GgufError(self.file, f"{self._architecture}.{key} differs from layer to layer")
         return value
 
-    def number(self, key: str) -> Any:
+    def number(self, key: str, default: float | None = None) -> Any:
         value = self.optional(key)
+        if value is None:
+            value = default
         if not isinstance(value, int | float) or value <= 0:
             raise GgufError(self.file, f"{self._architecture}.{key} must be a number above 0")
         return value

@@ -246,6 +246,11 @@ def _with_value(key: bytes, value: bytes) -> bytes:
             lambda content: content.replace(b"block_count", b"block_xxxxx"),
             "qwen2.block_count must be a number above 0",
         ),
+        (
+            "x.gguf",
+            lambda content: content.replace(b"head_count_kv", b"head_count_xx"),
+            "tensor blk.0.attn_k.weight has ",
+        ),
     ],
 )
 def test_what_is_not_read_is_named(tmp_path: Path, name: str, change: Any, problem: str) -> None:
