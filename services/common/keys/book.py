@@ -38,7 +38,7 @@ def book_from_text(text: str | bytes) -> KeyBook:
         return KeyBook()
     try:
         whole = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise api_keys.DamagedRecord(f"it is not JSON: {error}") from error
     if not isinstance(whole, dict) or whole.keys() - {"tenants", "keys"}:
         raise api_keys.DamagedRecord("it is no JSON object with tenants and keys")

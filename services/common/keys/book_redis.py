@@ -156,7 +156,7 @@ def _book(keys: Mapping[str, bytes], tenants: Mapping[str, bytes]) -> KeyBook:
 def _decoded(name: str, value: bytes, read: Callable[[str, object], R]) -> R:
     try:
         return read(name, json.loads(value))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise error if isinstance(error, DamagedRecord) else DamagedRecord(str(error)) from error
 
 

@@ -148,7 +148,9 @@ def test_a_book_survives_its_file(keys: list[KeyRecord], tenants: list[TenantRec
     assert book_from_text(book_to_text(book)) == book
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"keys": []}', '{"key": {}}', '{"keys": {"x": {}}}'])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"keys": []}', '{"key": {}}', '{"keys": {"x": {}}}', "[" * 100_000]
+)
 def test_a_damaged_book_is_refused_as_a_whole(text: str) -> None:
     with pytest.raises(DamagedRecord):
         book_from_text(text)
