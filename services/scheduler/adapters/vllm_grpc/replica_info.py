@@ -55,7 +55,7 @@ class ReplicaInfo:
         return vllm_engine_pb2.GetModelInfoResponse(
             model_path=built.model_name,
             served_model_name=built.model_name,
-            is_generation=True,
+            is_generation=self.shape.pooler is None,
             max_context_length=self.config.max_model_len,
             vocab_size=built.vocab_size,
             eos_token_ids=built.eos_token_ids,

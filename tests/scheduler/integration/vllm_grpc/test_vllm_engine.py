@@ -23,6 +23,8 @@ from services.common.errors import (
     Unavailable,
 )
 from services.common.pool.block_hash import unpack_token_ids
+from services.common.request.messages import pooler_to_proto
+from services.common.request.pooling import Pooler, PoolingTask, PoolingType
 from services.common.rpc.status import from_rpc_error
 from services.common.telemetry import names
 from tests.scheduler.fake_worker import EOS, FakeWorker
@@ -309,6 +311,14 @@ async def test_what_the_replica_says_of_itself(tmp_path: Path) -> None:
         )
         assert (server.block_size, server.max_num_seqs) == (4, 8)
         assert server.last_receive_timestamp > 0
+
+
+async def test_a_model_that_computes_vectors_generates_nothing(tmp_path: Path) -> None:
+    worker = FakeWorker()
+    pooler = Pooler(PoolingTask.EMBED, PoolingType.LAST, size=4)
+    worker.description.pooler.CopyFrom(pooler_to_proto(pooler))
+    async with vllm_replica(tmp_path, worker) as (_, stub):
+        assert not (await stub.GetModelInfo(pb.GetModelInfoRequest())).is_generation
 
 
 async def test_the_load_is_that_of_the_engine(tmp_path: Path) -> None:
