@@ -91,7 +91,9 @@ class ReplicaClient:
         self._incarnations: list[str] = []
         self._is_opening = False
         self._lost: PoolLost | WorkersLost | None = None
-        """A loss during the present attempt to open, which then fails."""
+        """A loss during the present attempt to open, which then fails, or before `watch`."""
+        self._on_lost: Callable[[PoolLost | WorkersLost], None] | None = None
+        pool.on_lost = workers.on_lost = self._note
         self.on_new_workers: Callable[[], None] = lambda: None
         """Called before the first step of new worker processes, after `prepare_workers`."""
         self.prepare_workers: Callable[[], Awaitable[None]] = _nothing
@@ -137,16 +139,17 @@ class ReplicaClient:
 
     def watch(self, on_lost: Callable[[PoolLost | WorkersLost], None]) -> None:
         """Sets a callback for losses of the pool or the workers that occur between calls. It is not
-        called for losses while `open` runs.
+        called for losses while `open` runs. For a loss since then, it is called at once.
         """
+        self._on_lost = on_lost
+        if self._lost is not None:
+            on_lost(self._lost)
 
-        def note(lost: PoolLost | WorkersLost) -> None:
-            if self._is_opening:
-                self._lost = lost
-            else:
-                on_lost(lost)
-
-        self._pool.on_lost = self._workers.on_lost = note
+    def _note(self, lost: PoolLost | WorkersLost) -> None:
+        if self._is_opening or self._on_lost is None:
+            self._lost = lost
+        else:
+            self._on_lost(lost)
 
     def close(self) -> None:
         self._workers.close()
