@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from services.scheduler.core.policies import holds_ended
+from services.scheduler.core.policies import PROGRAM, holds_ended
 from services.simulation.explore.answer import Answer
 from services.simulation.explore.clients import ask
 from services.simulation.explore.contents import forget_hashes
@@ -194,7 +194,8 @@ class _Run:
         await self._until_ready()
         calm_seconds = _REDIS_SECONDS if plan.shape.has_redis else _CALM_SETTLE_SECONDS
         policy = plan.shape.setting("policy")
-        is_slow = plan.faults or (policy is not None and holds_ended(policy))
+        # A client may leave while its blocks are loaded from the tier.
+        is_slow = plan.faults or plan.shape.tier_gib or (policy is not None and holds_ended(policy))
         await asyncio.sleep(_SETTLE_SECONDS if is_slow else calm_seconds)
         self._look(num_lines, is_calm=not plan.faults)
         if plan.only_ends_schedulers and (line := line_of_hang(lines[num_lines:])):
@@ -271,7 +272,9 @@ class _Run:
             salted = replace(PROBE, salt=f"salt of probe {number}")
             for probe, num_hits in zip((PROBE, salted), PROBE_HITS, strict=True):
                 num_cached = await self._ask_probe(number, probe)
-                is_kept = shape.num_replicas == 1 and shape.num_blocks == NUM_BLOCKS
+                # The policy `program` may evict some of these blocks before its retained contexts.
+                has_room = shape.num_blocks == NUM_BLOCKS and shape.setting("policy") != PROGRAM
+                is_kept = shape.num_replicas == 1 and has_room
                 least = num_hits if is_kept else min(PROBE_HITS)
                 if num_cached < least and caches:
                     raise Failed(f"a conversation does not find {least} tokens in the cache")
