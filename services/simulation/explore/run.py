@@ -265,6 +265,9 @@ class _Run:
         """
         shape = self.plan.shape
         caches = not shape.pools and shape.setting("enable_prefix_caching") is None
+        # The policy `program` may evict blocks of the probe before its retained contexts.
+        retains, has_room = shape.setting("policy") == PROGRAM, shape.num_blocks == NUM_BLOCKS
+        caches &= has_room or not retains
         for number in range(shape.num_gateways):
             num_kept = await self._ask_probe(number, replace(PROBE, kind=RequestKind.TURNS))
             if num_kept < PROBE_KEPT and not shape.pools:
@@ -272,9 +275,7 @@ class _Run:
             salted = replace(PROBE, salt=f"salt of probe {number}")
             for probe, num_hits in zip((PROBE, salted), PROBE_HITS, strict=True):
                 num_cached = await self._ask_probe(number, probe)
-                # The policy `program` may evict some of these blocks before its retained contexts.
-                has_room = shape.num_blocks == NUM_BLOCKS and shape.setting("policy") != PROGRAM
-                is_kept = shape.num_replicas == 1 and has_room
+                is_kept = shape.num_replicas == 1 and has_room and not retains
                 least = num_hits if is_kept else min(PROBE_HITS)
                 if num_cached < least and caches:
                     raise Failed(f"a conversation does not find {least} tokens in the cache")
