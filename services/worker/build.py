@@ -12,6 +12,7 @@ from pathlib import Path
 from services.common.process.processors import usable_processors
 from services.worker.backends.device import dtype_name
 from services.worker.backends.out_of_memory import memory_for
+from services.worker.backends.ranks import Ranks
 from services.worker.core.fingerprint import model_fingerprint
 from services.worker.core.worker import StepRunner, Worker
 from services.worker.models.files.checkpoint import Checkpoint
@@ -106,7 +107,8 @@ def _build_cached(
     )
     parts = TIER(setup, with_group(setup, parts, fingerprint))
     adapters = make_adapters(setup, loaded)
-    parts = replace(parts, grammars=make_grammars(settings.model, parts), adapters=adapters)
+    grammars = make_grammars(settings.model, parts, setup.ranks)
+    parts = replace(parts, grammars=grammars, adapters=adapters)
     sizing = size_rank_kv_cache(setup, parts, groups)
     for line in sizing.explanation.split("; "):
         logger.info("KV cache: %s", line)
@@ -115,14 +117,15 @@ def _build_cached(
     return Worker(warm_runner(setup, parts), description, parts.grammars, adapters)
 
 
-def make_grammars(model: Path, parts: RunnerParts) -> Grammars | None:
+def make_grammars(model: Path, parts: RunnerParts, ranks: Ranks) -> Grammars | None:
     """Returns the compiler of the grammars that constrain outputs, or None if this rank samples no
-    tokens. `model` is the directory with the tokenizer.
+    tokens. `model` is the directory with the tokenizer. `ranks` are the ranks of this stage.
     """
     if parts.pooler is not None or not (parts.stage is None or parts.stage.is_last):
         return None
     loaded = parts.loaded
-    return Grammars(partial(model_compiler, model, loaded.vocab_size, loaded.eos_token_ids))
+    compiler = partial(model_compiler, model, loaded.vocab_size, loaded.eos_token_ids)
+    return Grammars(compiler, ranks)
 
 
 def warm_runner(setup: RankSetup, parts: RunnerParts) -> StepRunner:

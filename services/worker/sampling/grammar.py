@@ -2,7 +2,10 @@
 regular expression or a grammar. A matcher of llguidance computes the mask of each token.
 
 A matcher's state depends only on the output so far. Therefore a matcher can be created again after
-a preemption or the loss of a worker, and all ranks have equal matchers.
+a preemption or the loss of a worker, and all ranks have equal matchers. Only whether a mask can be
+computed may differ between ranks, because it also depends on earlier requests with the grammar, and
+on the time that compiling took. If one rank cannot compute a mask, all ranks refuse the token (see
+GrammarRows).
 """
 
 import json
@@ -10,14 +13,15 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Thread
 from typing import TYPE_CHECKING
 
 from services.common.errors import FailedPrecondition, InvalidArgument
 from services.common.request.structured_outputs import FIELD, KEPT_GRAMMARS, StructuredOutputs
 from services.worker.backends.arrays import Int32Array
+from services.worker.backends.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -52,13 +56,20 @@ class Grammars:
     The compiler is created at the first use. Thread-safe.
     """
 
-    def __init__(self, make_compiler: "Callable[[], GrammarCompiler]") -> None:
-        """`make_compiler` raises FailedPrecondition if there is no suitable tokenizer."""
+    def __init__(
+        self, make_compiler: "Callable[[], GrammarCompiler]", ranks: Ranks = ALONE
+    ) -> None:
+        """`make_compiler` raises FailedPrecondition if there is no suitable tokenizer. `ranks` are
+        the ranks that sample the same tokens.
+        """
+        self.ranks = ranks
         self._make_compiler = make_compiler
         self._compiler: GrammarCompiler | None = None
         self._making = Lock()
         self._cached: OrderedDict[StructuredOutputs, _Compiled] = OrderedDict()
         self._using_cache = Lock()
+        self._renewing: set[StructuredOutputs] = set()
+        """Slow grammars that a thread compiles again."""
 
     def prepare(self, wanted: StructuredOutputs) -> None:
         """Compiles a grammar if it is not cached. Raises InvalidArgument if the grammar cannot be
@@ -76,15 +87,27 @@ class Grammars:
     def unshared_matcher(self, wanted: StructuredOutputs) -> "LLMatcher | None":
         """Returns a matcher at the beginning of an output, with a newly compiled automaton, for use
         when the shared automaton has reached its size limit. Removes the shared automaton from the
-        cache. Returns None for a slow grammar, because compiling it would delay a step. Raises the
-        errors of `prepare`.
+        cache. Raises the errors of `prepare`.
+
+        Returns None for a slow grammar, because compiling it would delay a step. A thread then
+        compiles a new shared automaton for later requests.
         """
         with self._using_cache:
             kept = self._cached.get(wanted)
             if kept is not None and kept.is_slow:
+                if wanted not in self._renewing:
+                    self._renewing.add(wanted)
+                    Thread(target=self._renew, args=(wanted,), daemon=True).start()
                 return None
             self._cached.pop(wanted, None)
         return self._compile(wanted).matcher
+
+    def _renew(self, wanted: StructuredOutputs) -> None:
+        compiled = self._compile(wanted)
+        with self._using_cache:
+            self._renewing.discard(wanted)
+            if wanted in self._cached:
+                self._cached[wanted] = replace(compiled, seconds=self._cached[wanted].seconds)
 
     def _template(self, wanted: StructuredOutputs) -> _Compiled:
         with self._using_cache:

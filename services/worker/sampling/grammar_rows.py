@@ -7,6 +7,8 @@ from services.worker.backends.arrays import BoolArray, Int32Array, Int64Array
 from services.worker.backends.row_sampler import RowMasks
 from services.worker.sampling.grammar import GrammarMask, Grammars
 
+_FAILED_ELSEWHERE = "another rank of the worker cannot compute the mask of the next token"
+
 
 class GrammarRows:
     """The grammars of requests, by the requests' rows in the batch.
@@ -70,6 +72,24 @@ class GrammarRows:
             return []
         drawn = enumerate(zip(batch_rows.tolist(), token_ids.tolist(), strict=True))
         return [index for index, (row, token) in drawn if not self._conforms(row, token)]
+
+    def failed(self, batch_rows: np.ndarray) -> list[int]:
+        """Returns the indexes of rows whose mask a rank could not compute. Every rank that samples
+        these rows must call this method, and gets the same result.
+        """
+        if self._grammars is None or self._grammars.ranks.size == 1:
+            return []
+        rows = enumerate(batch_rows.tolist())
+        grammars = [(index, self._of[row]) for index, row in rows if row in self._of]
+        if not grammars:
+            return []
+        of_ranks = self._grammars.ranks.exchange([bool(grammar.error) for _, grammar in grammars])
+        found = []
+        for (index, grammar), failures in zip(grammars, zip(*of_ranks, strict=True), strict=True):
+            if any(failures):
+                grammar.error = grammar.error or _FAILED_ELSEWHERE
+                found.append(index)
+        return found
 
     def errors(self, batch_rows: np.ndarray, indexes: Int32Array) -> dict[int, str]:
         """Maps each of `indexes` to the error of the failed grammar in row batch_rows[index].

@@ -217,6 +217,8 @@ class Sampler:
         again = self._grammars.nonconforming(batch_rows, token_ids)
         if again:
             token_ids[again] = self._draw(on_host, rows[again], batch_rows[again], None)
+        failed = [i for i in self._grammars.failed(batch_rows) if token_ids[i] != UNUSABLE]
+        token_ids[failed] = REFUSED
         nan_rows, refused_rows = _zero_missing(token_ids)
         missing = {*nan_rows.tolist(), *refused_rows.tolist()}
         logprobs = {

@@ -1,5 +1,6 @@
 """An output that a grammar constrains conforms to the grammar, for any logits."""
 
+import threading
 import time
 from dataclasses import replace
 from functools import partial
@@ -19,6 +20,7 @@ from services.worker.sampling.grammar import GrammarMask, Grammars, model_compil
 from services.worker.sampling.sampler import Sampler, SamplerOutput
 from tests.gateway.tiny_tokenizer import write_marked_tokenizer
 from tests.structured_forms import FORMS, Form, of_grammar, of_regex, of_schema
+from tests.worker.rank_threads import RankThread, on_ranks
 
 DEMO = Path(__file__).parents[4] / "models" / "demo"
 EOS = 2
@@ -312,7 +314,13 @@ def test_a_form_that_takes_long_to_compile_is_not_compiled_in_a_step(
     shared = made_grammars()
     shared.prepare(HOSTILE["many states"].wanted)
     samplers = [Sampler(1, VOCAB_SIZE, shared) for _ in range(4)]
-    monkeypatch.setattr(shared, "_compile", None)
+    compiled = shared._compile
+
+    def elsewhere(wanted: StructuredOutputs) -> grammar._Compiled:
+        assert threading.current_thread() is not threading.main_thread()
+        return compiled(wanted)
+
+    monkeypatch.setattr(shared, "_compile", elsewhere)
     for seed, sampler in enumerate(samplers):
         sampler.add(0, replace(params, seed=seed), np.array([7], np.int32), 1)
         for position in range(60):
@@ -322,6 +330,51 @@ def test_a_form_that_takes_long_to_compile_is_not_compiled_in_a_step(
                 assert output.grammar_errors == {0: error}
                 return
     raise AssertionError("the automaton did not reach its limit")
+
+
+def is_served(grammars: Grammars, form: Form, seed: int) -> bool:
+    sampler = Sampler(1, VOCAB_SIZE, grammars)
+    params = SamplingParams(seed=seed, structured_outputs=form.wanted)
+    sampler.add(0, params, np.array([7], np.int32), 1)
+    outputs = (sampler.sample(logits(position), np.array([0])) for position in range(60))
+    return not any(len(output.refused_rows) for output in outputs)
+
+
+def test_a_full_automaton_of_a_slow_form_does_not_fail_later_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first request that exceeds the limit ends with an error. Then a thread compiles the form
+    again.
+    """
+    monkeypatch.setattr(grammar, "_MAX_SECONDS_IN_STEP", 0.0)
+    shared, form = made_grammars(), HOSTILE["many states"]
+    seed = next(seed for seed in range(10) if not is_served(shared, form, seed))
+    deadline = time.monotonic() + 30
+    while not is_served(shared, form, seed):
+        assert time.monotonic() < deadline
+
+
+def test_ranks_that_measured_other_times_refuse_the_same_tokens() -> None:
+    """To rank 1 the form is slow, so it cannot replace the full automaton within a step."""
+    params = SamplingParams(seed=0, structured_outputs=HOSTILE["many states"].wanted)
+
+    def on_rank(joined: RankThread) -> list[object]:
+        shared = Grammars(partial(model_compiler, DEMO, VOCAB_SIZE, [EOS]), joined.ranks)
+        shared.prepare(HOSTILE["many states"].wanted)
+        for wanted, kept in shared._cached.items():
+            shared._cached[wanted] = replace(kept, seconds=joined.ranks.rank)
+        sampler = Sampler(4, VOCAB_SIZE, shared)
+        for row in range(4):
+            sampler.add(row, replace(params, seed=row), np.array([7], np.int32), 1)
+        for position in range(60):
+            output = sampler.sample(logits(position, 4), np.arange(4))
+            if len(output.refused_rows):
+                assert output.grammar_errors.keys() == set(output.refused_rows.tolist())
+                return [*output.token_ids.tolist(), output.refused_rows.tolist()]
+        raise AssertionError("the automaton did not reach its limit")
+
+    first, second = on_ranks(2, on_rank)
+    assert first == second
 
 
 def test_forms_that_take_long_to_compile_are_kept_longer(monkeypatch: pytest.MonkeyPatch) -> None:
