@@ -99,6 +99,27 @@ async def test_large_headers_are_not_kept(served: Serving, head: bytes):
     assert (await answer_to(served, head)).startswith(b"HTTP/1.1 431 ")
 
 
+def chunked(*end: bytes) -> bytes:
+    """A request with a chunked body, whose last chunk is followed by `end`."""
+    head = post_head("/v1/completions", 0, "Transfer-Encoding: chunked", "Connection: close")
+    body = json.dumps(BODY).encode()
+    head = head.replace(b"Content-Length: 0\r\n", b"")
+    return b"".join((head, b"%x\r\n%b\r\n" % (len(body), body), *end))
+
+
+@pytest.mark.parametrize("end", [b"0\r\nX: ", b"0;x="])
+async def test_large_trailers_are_not_kept(served: Serving, end: bytes):
+    answer = await answer_to(served, chunked(end, b"x" * 500_000))
+    assert answer.startswith(b"HTTP/1.1 431 ")
+    assert served.gateway.gate.inside == 0
+
+
+async def test_a_trailer_does_not_count_as_a_header(served: Serving):
+    answer = await answer_to(served, chunked(b"0\r\nX-Request-Id: of-the-trailer\r\n\r\n"))
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert b"of-the-trailer" not in answer
+
+
 async def test_what_is_no_http_is_refused(served: Serving):
     assert (await answer_to(served, b"\x16\x03\x01\x02\x00")).startswith(b"HTTP/1.1 400 ")
 

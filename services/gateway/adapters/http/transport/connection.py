@@ -69,6 +69,7 @@ class GuardedConnection(SlicedProtocol):
         self._timed_stage: _Stage | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._num_header_bytes = 0
+        """Number of bytes of headers, or of trailers and chunk sizes since the last body byte."""
         self._num_body_bytes = 0
         self._refusal: tuple[int, str] | None = None
         self._answered: RequestResponseCycle | None = None
@@ -165,6 +166,8 @@ class GuardedConnection(SlicedProtocol):
             self._raise(429, "too many requests before the answer to the first")
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._stage is _Stage.BODY:
+            return  # A trailer of a chunked body, which must not count as a header.
         super().on_header(name, value)
         if len(self.headers) > MAX_HEADERS:
             self._raise(431, f"there are more than {MAX_HEADERS} headers")
@@ -172,6 +175,7 @@ class GuardedConnection(SlicedProtocol):
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
         self._stage = _Stage.BODY
+        self._num_header_bytes = 0
         self._connections.became_busy(self)
 
     def on_body(self, body: bytes) -> None:
@@ -250,6 +254,7 @@ class GuardedConnection(SlicedProtocol):
                 self.end()
             return
         self._unset_keepalive_if_required()
+        num_body_bytes = self._num_body_bytes
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -259,7 +264,9 @@ class GuardedConnection(SlicedProtocol):
         except httptools.HttpParserError:
             self._refuse(*(self._refusal or (400, "the request is not valid HTTP/1.1")))
             return
-        if self._stage is _Stage.HEADERS:
+        if self._num_body_bytes != num_body_bytes:
+            self._num_header_bytes = 0
+        elif self._stage in (_Stage.HEADERS, _Stage.BODY):
             self._num_header_bytes += len(data)
             if self._num_header_bytes > _MAX_HEADER_BYTES:
                 self._refuse(431, "the headers are too large")
