@@ -1,6 +1,7 @@
 """`stepwell simulate`: parses the arguments, runs the simulations and writes the results."""
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -290,6 +291,6 @@ def _count(text: str) -> int:
 
 
 def _positive(text: str) -> float:
-    if not (number := float(text)) > 0:
-        raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
+    if not 0 < (number := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"must be above 0, and finite, not {text}")
     return number

@@ -22,7 +22,7 @@ def read_step_log(path: Path) -> list[Program]:
         match entry.get("call"):
             case "add" if not entry.get("resumable"):
                 added[entry["key"]] = entry
-            case "schedule":
+            case "schedule" if "lost_after" not in entry:
                 plans[entry["step"]] = entry["keys"]
             case "update_from_output":
                 for key, tokens in zip(plans.pop(entry["step"]), entry["token_ids"], strict=True):

@@ -191,7 +191,8 @@ class Clients:
         if not live.num_subagents:
             self._continue(live)
             return
-        pause = program.turns[live.num_turns].pause_seconds
+        following = program.turns[live.num_turns :]
+        pause = following[0].pause_seconds if following else float("inf")
         live.next_use = now + pause + max(map(self._accounts.seconds_alone, sent.turn.subagents))
 
     def _continue(self, live: LiveProgram) -> None:

@@ -19,6 +19,7 @@ Without `hash_ids`, a prompt is its session's earlier tokens and `input_length` 
 """
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -71,9 +72,10 @@ def _add(line: "_Line", sessions: dict[str, _Session], named: dict[str, tuple[st
         session = sessions[name] = _Session(len(sessions) + 1, arrival)
         waits = line.values.get("wait_for") or []
         if waits:
-            if waits[0] not in named:
-                raise line.wrong("wait_for", "must name an earlier line")
-            session.parent = named[waits[0]]
+            earlier = str(waits[0]) if isinstance(waits, list) else None
+            if earlier not in named:
+                raise line.wrong("wait_for", "must name an earlier line, in a list")
+            session.parent = named[earlier]
     session.turns.append(line.turn(pause))
     if "request_id" in line.values:
         named[str(line.values["request_id"])] = name, len(session.turns) - 1
@@ -105,7 +107,9 @@ class _Line:
 
     def number_of(self, name: str, default: float) -> float:
         value = self.values.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.wrong(name, f"must be a number of at least 0, not {value!r}")
+        if not 0 <= value < math.inf:
             raise self.wrong(name, f"must be a number of at least 0, not {value!r}")
         return float(value)
 

@@ -110,7 +110,7 @@ def _that_fit(turns: Sequence[Turn], context: int, max_tokens: int) -> tuple[Tur
         if not fitting:
             new, output = max(1, min(new, max_tokens // 2 - context)), min(output, max_tokens // 4)
         context += new + output
-        if context > max_tokens:
+        if fitting and context > max_tokens:
             break
         fitting.append(replace(turn, num_new_tokens=new, num_output_tokens=output))
     return tuple(fitting)

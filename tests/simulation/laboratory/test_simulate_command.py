@@ -91,3 +91,15 @@ def test_there_is_a_plot_for_each_table(tmp_path: Path) -> None:
         "time_to_first_token",
         "waste",
     ]
+
+
+@pytest.mark.parametrize("flag", ["--scale", "--rate"])
+def test_infinite_loads_are_refused(flag: str) -> None:
+    with pytest.raises(CommandError, match=f"argument {flag}: must be above 0, and finite"):
+        main([*SMALL, flag, "inf"])
+
+
+def test_a_cache_below_the_shared_tokens_is_refused() -> None:
+    small = ["--workload", "swe", "--programs", "2", "--kv-tokens", "1000", "--no-optimum"]
+    with pytest.raises(CommandError, match="stores only 1000: give it more blocks"):
+        main(small)

@@ -1,20 +1,33 @@
 """Workloads read from trace files, and distributions in generated workloads."""
 
+import asyncio
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from services.cli.simulate import main
+from services.cli.simulate.step_log import read_step_log
 from services.common.errors import InvalidArgument
+from services.common.pool.ids import RequestKey
+from services.common.request.sampling import SamplingParams
+from services.scheduler.adapters.replica import ReplicaShape
+from services.scheduler.adapters.telemetry.step_log import header
+from services.scheduler.core.output import ModelRunnerOutput
+from services.scheduler.core.ports import PoolLost
+from services.scheduler.core.request import Request
+from services.scheduler.core.step_log.recorder import RecordingScheduler
+from services.simulation.inprocess_pool import InProcessPool
 from services.simulation.laboratory.programs import num_requests
 from services.simulation.laboratory.run import simulate
 from services.simulation.laboratory.traces import read_trace
 from services.simulation.laboratory.workloads import GROWTH, Traffic, draw, generate
-from tests.cli.recorded_logs import crowded, record
+from tests.cli.recorded_logs import RecordedLog, crowded, record
+from tests.scheduler.fake_worker import FakeWorker
 from tests.simulation.laboratory.small import setup
 
 
@@ -68,13 +81,29 @@ def test_a_session_of_the_superset_is_a_program_with_subagents() -> None:
     assert run.accounts.job_seconds.tolist() == pytest.approx([7.4 + 2.0 + 2.0 + 2.6 + 4.2])
 
 
+def test_a_program_may_end_with_its_subagents() -> None:
+    (program,) = read_trace(
+        lines(
+            {"request_id": "a1", "session_id": "a", "input_length": 64, "output_length": 1},
+            {"session_id": "b", "wait_for": ["a1"], "input_length": 10, "output_length": 1},
+        )
+    )
+    for is_optimum in (False, True):
+        run = simulate(replace(setup(), is_optimum=is_optimum), [program])
+        # 7.4 s for 64 tokens, and 2 s for the subagent.
+        assert run.accounts.job_seconds.tolist() == pytest.approx([7.4 + 2.0])
+
+
 @pytest.mark.parametrize(
     ("value", "complaint"),
     [
         ({"input_length": 0, "output_length": 1}, "input_length must be a whole number"),
         ({"input_length": 9, "output_length": 1, "hash_ids": [1, 2]}, "one id for each 512"),
         ({"input_length": 9, "output_length": 1, "wait_for": ["x"]}, "must name an earlier line"),
+        ({"input_length": 9, "output_length": 1, "wait_for": {"x": 1}}, "wait_for must name an"),
+        ({"input_length": 9, "output_length": 1, "wait_for": [[]]}, "wait_for must name an"),
         ({"input_length": 9, "output_length": 1, "timestamp": -1}, "timestamp must be a number"),
+        ({"input_length": 9, "output_length": 1, "delay": float("inf")}, "delay must be a number"),
     ],
 )
 def test_a_wrong_line_is_named(value: dict[str, object], complaint: str) -> None:
@@ -90,6 +119,25 @@ def test_a_step_log_is_a_workload(tmp_path: Path) -> None:
     (row,) = json.loads((tmp_path / "out.json").read_text())["rows"]
     plans = [entry for entry in log.entries if entry.get("call") == "schedule"]
     assert row["num_jobs"] == len({key for plan in plans for key in plan["new"]})
+
+
+def test_a_step_log_of_a_lost_pool_is_a_workload(tmp_path: Path) -> None:
+    config = replace(setup().config, groups=ReplicaShape(FakeWorker().description, 64).groups)
+    entries = [header(config, ReplicaShape(FakeWorker().description, config.num_blocks), 0)]
+    pool = InProcessPool(config)
+    scheduler = RecordingScheduler(config, pool, entries.append)
+    scheduler.add(Request("r", RequestKey(1), [1, 2, 3], 3, SamplingParams(max_tokens=1)))
+    pool.num_answers_left = 0
+    with pytest.raises(PoolLost):
+        asyncio.run(scheduler.schedule())
+    scheduler.forget_pool()
+    pool.reopen()
+    pool.num_answers_left = None
+    plan = asyncio.run(scheduler.schedule())
+    scheduler.update_from_output(plan, ModelRunnerOutput([[7]]))
+    log = RecordedLog(entries).write(tmp_path / "steps.jsonl")
+    (program,) = read_step_log(log)
+    assert [(turn.num_new_tokens, turn.num_output_tokens) for turn in program.turns] == [(3, 1)]
 
 
 def values_of(quantiles: Sequence[tuple[float, float]], number: int) -> list[float]:
