@@ -23,6 +23,7 @@ from services.common.pool.operations import (
     Operation,
     Outcome,
 )
+from services.kvpool.core.block_map import block_map
 from services.kvpool.core.events import EventBatch
 from services.kvpool.core.kv_pool import KVPool
 from services.kvpool.core.pool_config import PoolConfig
@@ -121,7 +122,7 @@ class WorldPool:
         expected = {key for stored in found for key in block_keys(stored.hashes, stored.group)}
         assert self._log.written == expected
         assert self._hosted.snapshot().events == found
-        shown = self.core.block_map(1 + self._sequence % 50)
+        shown = block_map(self.core.block_use(), 1 + self._sequence % 50)
         stats = self.core.stats()
         num_free = shown.num_blank + shown.num_cached + shown.num_retained
         assert num_free + shown.num_held + shown.num_shared == stats.num_usable_blocks

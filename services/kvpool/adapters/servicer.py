@@ -23,6 +23,7 @@ from services.common.telemetry.tracing import Tracing
 from services.kvpool.adapters import converters
 from services.kvpool.adapters.event_feed import EventFeed
 from services.kvpool.adapters.telemetry import traced
+from services.kvpool.core.block_map import block_map
 from services.kvpool.core.errors import TakenOver
 from services.kvpool.core.pool_host import HostedPool, PoolHost
 from services.kvpool.core.ports import Directory
@@ -186,8 +187,11 @@ class KVPoolServicer(kvpool_pb2_grpc.KVPoolServicer):
         hosted = self._host.get(PoolId(request.pool_id))
         if not 1 <= request.max_cells <= MAX_CELLS:
             raise InvalidArgument(f"max_cells must be 1 to {MAX_CELLS}", field="max_cells")
-        blocks = converters.block_map_to_proto(hosted.pool.block_map(request.max_cells))
-        return kvpool_pb2.GetBlocksResponse(generation=hosted.generation, blocks=blocks)
+        # In a thread, because the map of a large pool would delay transactions.
+        blocks = await asyncio.to_thread(block_map, hosted.pool.block_use(), request.max_cells)
+        return kvpool_pb2.GetBlocksResponse(
+            generation=hosted.generation, blocks=converters.block_map_to_proto(blocks)
+        )
 
     def _transact(
         self, hosted: HostedPool[kvpool_pb2.TransactResponse], request: kvpool_pb2.TransactRequest

@@ -1,8 +1,9 @@
 """A map of a pool's blocks for displays: the state of each block and the request that uses it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import chain
 
 from services.common.pool.ids import NULL_BLOCK, BlockId, RequestKey
 
@@ -40,37 +41,45 @@ class BlockMap:
     num_retained: int
 
 
-def block_map(
-    num_blocks: int,
-    tables: Iterable[tuple[RequestKey, Sequence[BlockId]]],
-    cached: Iterable[BlockId],
-    shared: Iterable[BlockId],
-    retained: Iterable[BlockId],
-    max_cells: int,
-) -> BlockMap:
-    """Returns the map of blocks 1 .. num_blocks-1. `tables` has the blocks of each request,
-    `cached` the blocks with a hash, `shared` the blocks that are in several tables, and `retained`
-    the blocks in state RETAINED.
-    """
-    states = [BlockState.BLANK] * num_blocks
-    owners: list[RequestKey] = [RequestKey(0)] * num_blocks
-    for block in cached:
-        states[block] = BlockState.CACHED
-    for block in retained:
-        states[block] = BlockState.RETAINED
-    for request, blocks in tables:
+@dataclass(frozen=True, slots=True)
+class BlockUse:
+    """A copy of the use of a pool's blocks, from which any thread can make a map."""
+
+    num_blocks: int
+    tables: Sequence[tuple[RequestKey, Sequence[BlockId]]]
+    """The blocks of each request, in order of admission."""
+    cached: Sequence[BlockId]
+    """The blocks with a hash."""
+    shared: Sequence[BlockId]
+    """The blocks that are in several tables."""
+    retained: Sequence[BlockId] = ()
+    """The blocks in state RETAINED."""
+
+
+def block_map(use: BlockUse, max_cells: int) -> BlockMap:
+    """Returns the map of blocks 1 .. num_blocks-1. It is slow for a large pool."""
+    states = bytearray([BlockState.BLANK]) * use.num_blocks
+    states[NULL_BLOCK] = 0
+    in_tables = (blocks for _, blocks in use.tables)
+    for state, blocks in (
+        (BlockState.CACHED, use.cached),
+        (BlockState.RETAINED, use.retained),
+        (BlockState.HELD, chain.from_iterable(in_tables)),
+        (BlockState.SHARED, use.shared),
+    ):
+        number = int(state)
         for block in blocks:
-            owners[block] = request
-            states[block] = BlockState.HELD
-    for block in shared:
-        states[block] = BlockState.SHARED
-    del states[NULL_BLOCK], owners[NULL_BLOCK]
-    per_cell = -(-(num_blocks - 1) // max_cells)
-    cells = [_busiest(states, first, per_cell) for first in range(0, num_blocks - 1, per_cell)]
+            states[block] = number
+    per_cell = -(-(use.num_blocks - 1) // max_cells)
+    cells = [_busiest(states, first, per_cell) for first in range(1, use.num_blocks, per_cell)]
+    owners: dict[int, RequestKey] = {}
+    shown = set(cells)
+    for request, blocks in use.tables:
+        owners |= dict.fromkeys(shown.intersection(blocks), request)
     return BlockMap(
         blocks_per_cell=per_cell,
-        states=[states[block] for block in cells],
-        owners=[owners[block] for block in cells],
+        states=[BlockState(states[block]) for block in cells],
+        owners=[owners.get(block, RequestKey(0)) for block in cells],
         num_blank=states.count(BlockState.BLANK),
         num_cached=states.count(BlockState.CACHED),
         num_held=states.count(BlockState.HELD),
@@ -79,7 +88,6 @@ def block_map(
     )
 
 
-def _busiest(states: Sequence[BlockState], first: int, length: int) -> int:
-    if length == 1:
-        return first
-    return max(range(first, min(first + length, len(states))), key=states.__getitem__)
+def _busiest(states: bytearray, first: int, length: int) -> int:
+    end = first + length
+    return states.index(max(states[first:end]), first, end)

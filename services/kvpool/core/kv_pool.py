@@ -7,7 +7,7 @@ from services.common.pool import operations as ops
 from services.common.pool.block_hash import BlockHash
 from services.common.pool.ids import BlockId, ContextId, RequestKey
 from services.common.pool.kv_cache_groups import AttentionType
-from services.kvpool.core.block_map import BlockMap, block_map
+from services.kvpool.core.block_map import BlockUse
 from services.kvpool.core.block_pool import BlockPool
 from services.kvpool.core.events import BlocksStored, Event
 from services.kvpool.core.free_queue import FreeQueue, MakeFreeQueue
@@ -156,18 +156,18 @@ class KVPool:
             num_common_prefix_blocks=tuple(self.num_common_prefix_blocks()),
         )
 
-    def block_map(self, max_cells: int) -> BlockMap:
-        """Returns a map of the blocks in at most `max_cells` cells. It is slow in a large pool."""
-        tables = (
-            (request, table.blocks) for request, tables in self._tables.items() for table in tables
-        )
-        return block_map(
+    def block_use(self) -> BlockUse:
+        """Returns a copy of the use of the blocks, from which `block_map` makes a map."""
+        return BlockUse(
             self.config.num_blocks,
-            tables,
+            [
+                (request, list(table.blocks))
+                for request, tables in self._tables.items()
+                for table in tables
+            ],
             self._blocks.cached_block_ids,
             self._blocks.shared_block_ids,
-            () if self._blocks.contexts is None else self._blocks.contexts.retained,
-            max_cells,
+            () if self._blocks.contexts is None else list(self._blocks.contexts.retained),
         )
 
     def check(self) -> None:

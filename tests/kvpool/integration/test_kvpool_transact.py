@@ -11,7 +11,11 @@ from stepwell.kvpool.v1 import kvpool_pb2
 
 from services.common.errors import Aborted, FailedPrecondition, InvalidArgument, NotFound
 from services.common.rpc import status
+from services.common.telemetry.tracing import configure_tracing
 from services.kvpool.__main__ import MAX_POOLS
+from services.kvpool.adapters.event_feed import EventFeed
+from services.kvpool.adapters.memory_directory import MemoryDirectory
+from services.kvpool.adapters.servicer import KVPoolServicer
 from services.kvpool.core import errors
 from tests.kvpool import wire
 from tests.kvpool.wire import Speaker
@@ -307,6 +311,22 @@ async def test_spans_follow_the_step_and_the_request(stub, spans):
 async def opened_speaker(stub, **shape) -> Speaker:
     opened = await stub.OpenPool(wire.open_request(**shape))
     return Speaker(stub, opened.generation, shape.get("pool_id", "replica"))
+
+
+async def test_a_map_of_the_blocks_delays_no_transaction(service, stub):
+    """A map is made in a thread, from the pool's state at the time of the call."""
+    speaker = await opened_speaker(stub, num_blocks=100_000)
+    await speaker.transact(wire.admit(wire.admission(1, 9)))
+    tracing = configure_tracing("kvpool", "", 1.0)
+    servicer = KVPoolServicer(service[0].host, MemoryDirectory(), EventFeed(), tracing)
+    request = kvpool_pb2.GetBlocksRequest(pool_id="replica", max_cells=4)
+    asked = asyncio.create_task(servicer.GetBlocks(request, None))
+    await asyncio.sleep(0)
+    assert not asked.done()  # the event loop is free
+    await speaker.transact(wire.release(1))
+    assert (await asked).blocks.num_held == 3
+    answer = await stub.GetBlocks(request)
+    assert (answer.blocks.num_held, answer.blocks.num_blank) == (0, 99_999)
 
 
 def test_every_refusal_of_the_pool_has_a_status_and_a_reason():

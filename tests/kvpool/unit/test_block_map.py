@@ -2,7 +2,7 @@
 
 from services.common.pool.ids import BlockId, ContextId, RequestKey
 from services.common.pool.operations import Release
-from services.kvpool.core.block_map import BlockMap, BlockState, block_map
+from services.kvpool.core.block_map import BlockMap, BlockState, BlockUse, block_map
 from services.kvpool.core.kv_pool import KVPool
 from tests.kvpool.worked_examples import admit, make_pool, release
 
@@ -16,7 +16,7 @@ def total(blocks: BlockMap) -> int:
 
 
 def map_of(pool: KVPool, max_cells: int = 100) -> BlockMap:
-    blocks = pool.block_map(max_cells)
+    blocks = block_map(pool.block_use(), max_cells)
     assert total(blocks) == pool.config.num_blocks - 1
     held = pool.config.num_blocks - 1 - pool.num_free_blocks
     assert blocks.num_held + blocks.num_shared == held
@@ -61,10 +61,11 @@ def test_a_cell_of_several_blocks_shows_the_one_in_most_use() -> None:
         (RequestKey(9), [BlockId(6), BlockId(7)]),
     ]
     cached, shared, retained = ([*map(BlockId, ids)] for ids in ([1, 2, 7], [7], [2]))
-    blocks = block_map(8, tables, cached, shared, retained, max_cells=3)
+    use = BlockUse(8, tables, cached, shared, retained)
+    blocks = block_map(use, max_cells=3)
     assert blocks.blocks_per_cell == 3
     assert blocks.states == [HELD, HELD, SHARED]
-    blocks = block_map(8, tables, cached, shared, retained, max_cells=4)
+    blocks = block_map(use, max_cells=4)
     assert blocks.blocks_per_cell == 2
     assert blocks.states == [BlockState.RETAINED, HELD, HELD, SHARED]
     assert blocks.owners == [0, 7, 9, 9]
