@@ -52,6 +52,14 @@ def read(form: OutputForm, pieces: Sequence[str]) -> tuple[str, str, list[tuple[
 
 
 @EVERY
+def test_an_answer_that_is_cut_off_has_no_part_of_a_name(recorded: Recorded) -> None:
+    names = [name for name, _ in CALLS]
+    for end in range(len(recorded.text)):
+        _, _, calls = read(recorded.form, [recorded.text[:end]])
+        assert [name for name, _ in calls] == names[: len(calls)]
+
+
+@EVERY
 def test_a_recorded_answer_means_the_same_at_each_cut(recorded: Recorded) -> None:
     text = recorded.text
     whole = content, reasoning, calls = read(recorded.form, [text])

@@ -43,20 +43,26 @@ def read_mistral(reader: Reader, sink: Sink) -> Reading[None]:
 
 def read_deepseek_v3(reader: Reader, sink: Sink) -> Reading[None]:
     """Reads calls of DeepSeek V3: a tag, "function", a separator, the name, and the arguments as
-    JSON in a code fence.
+    JSON in a code fence. A call that was cut off before the end of its name is dropped.
     """
     while (yield from _next_call(reader, sink)):
         yield from reader.text_until((_SEP,))
-        name, _ = yield from reader.text_until(("\n",))
+        name, marker = yield from reader.text_until(("\n",))
+        if not marker:
+            return
         yield from reader.skip_space()
         yield from reader.starts_with("```json", "```")
         yield from _arguments(reader, sink, name)
 
 
 def read_deepseek_v31(reader: Reader, sink: Sink) -> Reading[None]:
-    """Reads calls of DeepSeek V3.1: a tag, the name, a separator, and the arguments as JSON."""
+    """Reads calls of DeepSeek V3.1: a tag, the name, a separator, and the arguments as JSON. A call
+    that was cut off before the end of its name is dropped.
+    """
     while (yield from _next_call(reader, sink)):
-        name, _ = yield from reader.text_until((_SEP,))
+        name, marker = yield from reader.text_until((_SEP,))
+        if not marker:
+            return
         yield from _arguments(reader, sink, name)
 
 
