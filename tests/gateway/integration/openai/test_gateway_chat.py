@@ -248,9 +248,9 @@ async def test_what_fails_in_a_template_is_told_without_its_insides(
 
 async def test_the_template_may_refuse(served: Serving) -> None:
     async with served.openai() as client:
-        with pytest.raises(openai.BadRequestError, match="no such role: developer") as caught:
+        with pytest.raises(openai.BadRequestError, match="no such role: tool") as caught:
             await client.chat.completions.create(
-                model="tiny", messages=[{"role": "developer", "content": "x"}]
+                model="tiny", messages=[{"role": "tool", "tool_call_id": "a", "content": "x"}]
             )
     assert caught.value.param == "messages"
 

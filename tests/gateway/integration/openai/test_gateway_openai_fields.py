@@ -309,7 +309,7 @@ async def test_each_field_of_chat_completions_is_handled_as_its_table_says(serve
 
 async def test_each_field_of_a_message_is_handled_as_its_table_says(served: Serving) -> None:
     path = "/v1/chat/completions"
-    for role in ("assistant", "user", "system"):  # its chat template lacks "developer"
+    for role in ("assistant", "user", "system", "developer"):
         base = {**CHAT, "messages": [{"role": role, "content": "hi"}, *MESSAGES]}
         for name, handling in (ASSISTANT if role == "assistant" else OTHER_ROLES).items():
             if name != "name":  # the chat template does not read the field `name`

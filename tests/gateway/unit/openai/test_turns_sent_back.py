@@ -246,6 +246,36 @@ async def test_no_argument_is_lost_in_a_template(
     assert rendered == prompt
 
 
+# How models' chat templates write a developer's turn: as any role, not at all (Qwen), and not with
+# an error (Mistral).
+ROLES = {
+    "any": "{{ m.role }}:{{ m.content }};",
+    "some": "{% if m.role in ('system', 'user') %}{{ m.role }}:{{ m.content }};{% endif %}",
+    "others are refused": "{% if m.role not in ('system', 'user') %}{{ raise_exception('no') }}"
+    "{% endif %}{{ m.role }}:{{ m.content }};",
+}
+
+
+@pytest.mark.parametrize(
+    ("template", "role"),
+    [("any", "developer"), ("some", "system"), ("others are refused", "system")],
+)
+async def test_what_the_developer_said_is_in_the_prompt(
+    tokenizer: HfTokenizer, template: str, role: str
+) -> None:
+    body = "{% for m in messages %}" + ROLES[template] + "{% endfor %}"
+    tokenizer._tokenizer.chat_template = body
+    said = [{"role": "developer", "content": "Be short."}, {"role": "user", "content": "hi"}]
+    rendered = await render_turns(
+        tokenizer,
+        said,
+        add_generation_prompt=False,
+        continue_final_message=False,
+        variables={},
+    )
+    assert rendered == f"{role}:Be short.;user:hi;"
+
+
 async def test_the_first_error_of_a_template_counts(tokenizer: HfTokenizer) -> None:
     tokenizer._tokenizer.chat_template = (
         "{% set a = messages[0].tool_calls[0].function.arguments %}"

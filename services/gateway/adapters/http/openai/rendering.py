@@ -1,5 +1,5 @@
 """Renders conversations to prompts. Some chat templates expect the arguments of tool calls as
-objects, others as texts.
+objects, others as texts. Many templates have no role `developer`.
 """
 
 import json
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from services.common.errors import InvalidArgument
-from services.gateway.adapters.tokenizer.chat_content import holds_all
+from services.gateway.adapters.tokenizer.chat_content import holds_all, texts_of
 from services.gateway.core.ports import Tokenizer
 
 Turns = Sequence[Mapping[str, Any]]
@@ -19,12 +19,14 @@ async def render_turns(tokenizer: Tokenizer, turns: Turns, **options: Any) -> st
     """Renders the prompt. `options` are keyword arguments of `Tokenizer.render_chat`.
 
     In `turns`, the arguments of a call are an object, or a text if they are not a JSON object. If
-    the template raises an error, or omits one of these texts from the prompt, the turns are
-    rendered again: first with all arguments as texts, then with all arguments as objects, where a
-    text becomes the only value of an object. If no prompt contains all texts, the first prompt is
-    returned. If all attempts raised an error, the first error is raised.
+    the template raises an error, or omits one of these texts or a developer's text from the prompt,
+    the turns are rendered again: with all arguments as texts, with all arguments as objects, where
+    a text becomes the only value of an object, and with the role `system` in place of `developer`.
+    If no prompt contains all texts, the first prompt is returned. If all attempts raised an error,
+    the first error is raised.
     """
     texts = [arguments for arguments in _arguments(turns) if isinstance(arguments, str)]
+    texts += [text for turn in turns if _is_developers(turn) for text in texts_of(turn["content"])]
     prompts: list[str] = []
     errors: list[InvalidArgument] = []
     for form in _forms(turns):
@@ -51,12 +53,21 @@ def _arguments(turns: Turns) -> Iterator[dict[str, Any] | str]:
 
 def _forms(turns: Turns) -> Iterator[Turns]:
     """Yields the turns unchanged. If they contain calls, also yields them with all arguments as
-    texts, and with all arguments as objects.
+    texts, and with all arguments as objects. If they contain turns of the developer, then yields
+    the same forms with these turns as the system's.
     """
     yield turns
     if any("tool_calls" in turn for turn in turns):
         yield [_with_arguments(turn, _as_text) for turn in turns]
         yield [_with_arguments(turn, _as_object) for turn in turns]
+    if any(map(_is_developers, turns)):
+        yield from _forms(
+            [{**turn, "role": "system"} if _is_developers(turn) else turn for turn in turns]
+        )
+
+
+def _is_developers(turn: Mapping[str, Any]) -> bool:
+    return bool(turn["role"] == "developer")
 
 
 def _as_text(arguments: dict[str, Any] | str) -> str:
