@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from services.common.errors import ResourceExhausted
+from services.common.request.finish import Finish, FinishReason
 from services.gateway.adapters.tokenizer.hf_tokenizer import HfTokenizer, load_tokenizer
 from services.gateway.options.idempotency.core.key import KeyReused
 from tests.gateway.fake_fleet import ManualClock
@@ -161,6 +162,29 @@ async def test_an_error_is_not_remembered(gateway: KeyedGateway):
     await third.result()
     assert third.request_id != first.request_id
     assert gateway.keyed.counts.begun == 2
+
+
+@pytest.mark.parametrize("stop", [(), ("never",)])
+async def test_an_error_of_one_sequence_ends_the_answer(gateway: KeyedGateway, stop: tuple):
+    """When one of three sequences fails, another has ended, and all have new output."""
+    clients = [gateway.ask(n=3, stop=stop) for _ in range(2)]
+    await settle()
+    gateway.engine.step()
+    ended, failed, _ = gateway.engine.open
+    ended.finished(Finish(FinishReason.LENGTH))
+    failed.failed(ResourceExhausted("a lost step"))
+    del gateway.engine.open[:2]
+    await settle()
+    gateway.engine.step()
+    for client in clients:
+        with pytest.raises(ResourceExhausted, match="a lost step"):
+            await client.result()
+    await settle()
+    assert gateway.engine.open == []
+    again = gateway.ask(n=3, stop=stop)
+    await settle()
+    gateway.engine.step(6)
+    assert [len(tokens) for tokens in await again.result()] == [6, 6, 6]
 
 
 @pytest.mark.parametrize("stop", [(), ("zzz",)])

@@ -169,8 +169,15 @@ class Reader:
             (index, delta) for index, _, delta in self._cursor.take() if index not in self._aborted
         ]
         error = self._recording.error or self._cut_by
-        if news or error is None:
+        if error is None:
             return news
+        if news:
+            self._wake()  # The next call returns the error.
+            return news
+        return self._failed(error)
+
+    def _failed(self, error: StepwellError) -> list[tuple[int, Delta]]:
+        """Returns deltas with the error for all unfinished sequences."""
         return [
             (index, Delta(error=error))
             for index, sequence in enumerate(self._recording.sequences)

@@ -77,10 +77,13 @@ class Tap(Reader):
 
     def take(self) -> list[tuple[int, Delta]]:
         """Records the engine's new deltas. Returns the deltas since the last call. The first call
-        also returns all output that was recorded before.
+        also returns all output that was recorded before. An error is returned at once, because the
+        engine may have no news after it.
         """
         assert self._source is not None
         self._recording.add(self._source.take())
+        if (error := self._recording.error) is not None:
+            return self._failed(error)
         return super().take()
 
     def listen(self, on_news: Callable[[], None], min_tokens: int = 1) -> None:
