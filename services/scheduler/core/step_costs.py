@@ -1,8 +1,8 @@
 """Estimates how long steps and KV loads take, from the durations of recent steps and loads."""
 
 from collections import deque
-from math import fsum
-from statistics import fmean
+from math import fsum, inf
+from statistics import fmean, median
 
 RECENT_STEPS = 64
 MIN_STEPS = 8
@@ -11,6 +11,11 @@ MIN_PROMPT_TOKENS = 16
 """A step with fewer prompt tokens is not used to estimate the cost of a prompt token."""
 MIN_COMPUTED_TOKENS = 128
 """The cost of a prompt token is estimated only from at least this number of prompt tokens."""
+
+MAX_FACTOR = 4
+"""A step with prompts counts at most as if each token took this factor times the median step's time
+per token.
+"""
 
 ObservedStep = tuple[int, int, float]
 """The number of requests of a step, its number of tokens, and its duration in seconds."""
@@ -21,6 +26,10 @@ class StepCosts:
     request in a step, and of each prompt token. The first two are fitted to decode-only steps by
     least squares. The cost of a prompt token is the time of steps with prompt tokens, less the
     first two costs, divided by the number of prompt tokens.
+
+    A step that was interrupted, for example while the pool did not reply, has little influence (see
+    MAX_FACTOR). Otherwise gateways would send prompts to other replicas, and the cost would stay
+    wrong for a long time.
     """
 
     def __init__(self) -> None:
@@ -80,11 +89,12 @@ class StepCosts:
         if num_tokens < MIN_COMPUTED_TOKENS:
             return 0.0
         each_step, each_decode = self._fit()
-        beyond = fsum(
-            max(0.0, seconds - each_step - each_decode * num_requests)
-            for num_requests, _, seconds in self._computing
-        )
-        return beyond / num_tokens
+        beyond = [
+            (max(0.0, seconds - each_step - each_decode * num_requests), tokens)
+            for num_requests, tokens, seconds in self._computing
+        ]
+        limit = MAX_FACTOR * median(seconds / tokens for seconds, tokens in beyond) or inf
+        return fsum(min(seconds, limit * tokens) for seconds, tokens in beyond) / num_tokens
 
     def seconds_of_prompt(self, num_tokens: float, num_requests: int, token_budget: int) -> float:
         """Seconds to compute `num_tokens` tokens of a prompt in steps of `token_budget` prompt

@@ -70,6 +70,17 @@ def test_steps_of_several_sizes_show_both(
     assert seconds == pytest.approx(step_of_prompts / 8, rel=1e-6)
 
 
+def test_an_interrupted_step_has_little_influence() -> None:
+    """Ten steps with prompts were observed, in one of which the pool did not reply for 0.7 s."""
+    costs = StepCosts()
+    for num_requests in range(1, 1 + MIN_STEPS):
+        observe(costs, num_requests, 0)
+    for _ in range(9):
+        observe(costs, 1, 30)
+    costs.observe(1, 31, 0.7)
+    assert EACH_TOKEN < costs.seconds_per_prompt_token < 1.5 * EACH_TOKEN
+
+
 def test_tokens_of_prompts_too_short_to_be_measured_count_as_much_as_decoded_ones() -> None:
     costs = StepCosts()
     for num_requests in range(1, 1 + MIN_STEPS):
