@@ -3,9 +3,10 @@ runs. The pauses of each tool show how likely it is that a program returns soon.
 """
 
 import math
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Sequence
-from itertools import islice
+from itertools import accumulate, islice
 
 _NUM_KEPT = 400
 _LEAST = 10
@@ -100,8 +101,11 @@ class PausesOfTool:
         self._ongoing: Sequence[float] = ()
         """The lengths so far, in seconds, of ongoing pauses."""
         self._num_new = 0
+        """The number of pauses that ended after `_sorted` was computed."""
+        self._sorted: SortedPauses | None = None
+        """The pauses for which indexes are computed. None if they are out of date."""
         self._indexes: dict[int, float] = {}
-        """The computed indexes, by the number of the pause length (see `_PER_DOUBLING`)."""
+        """The indexes of `_sorted`, by the number of the pause length (see `_PER_DOUBLING`)."""
         self._usual: float | None = None
 
     def __len__(self) -> int:
@@ -114,7 +118,7 @@ class PausesOfTool:
 
     def note_ongoing(self, seconds: Sequence[float]) -> None:
         if seconds or self._ongoing:
-            self._ongoing, self._indexes = seconds[-_NUM_KEPT:], {}
+            self._ongoing, self._sorted = seconds[-_NUM_KEPT:], None
 
     @property
     def usual(self) -> float:
@@ -133,32 +137,60 @@ class PausesOfTool:
         E[seconds of the pause within t] (J. C. Gittins, "Bandit processes and dynamic allocation
         indices", 1979). Ages are rounded down to a few values, so that indexes can be stored.
         """
-        if not self._indexes or self._num_new >= _REFRESH:
-            self._indexes, self._num_new = {}, 0
+        pauses = self._up_to_date()
         step = math.floor(_PER_DOUBLING * math.log2(age + 0.01))
         found = self._indexes.get(step)
         if found is None:
             age = max(0.0, 2 ** (step / _PER_DOUBLING) - 0.01)
-            found = self._indexes[step] = self.best(age)[0]
+            found = self._indexes[step] = pauses.best(age)[0]
         return found
+
+    def best(self, age: float) -> tuple[float, float, float]:
+        """See `SortedPauses.best`."""
+        return self._up_to_date().best(age)
+
+    def _up_to_date(self) -> "SortedPauses":
+        if self._sorted is None or self._num_new >= _REFRESH:
+            self._sorted = SortedPauses(self._latest, self._ongoing)
+            self._indexes, self._num_new = {}, 0
+        return self._sorted
+
+
+class SortedPauses:
+    """Sorted lengths of pauses, from which the index of any age is computed without sorting."""
+
+    def __init__(self, ended: Iterable[float], ongoing: Iterable[float]) -> None:
+        """`ended` contains NEVER for a program that did not return. An ongoing pause counts with
+        its length so far, and without a return.
+        """
+        pauses = sorted([*((one, 1) for one in ended), *((one, 0) for one in ongoing)])
+        self._num_pauses = len(pauses)
+        finite = pauses[: bisect_left(pauses, (NEVER, 0))]
+        self._lengths = [seconds for seconds, _ in finite]
+        self._num_returned = [0, *accumulate(returned for _, returned in finite)]
+        """The number of returns among the first pauses: none, one, two, and so on."""
 
     def best(self, age: float) -> tuple[float, float, float]:
         """The index at this age, the time t that maximizes it, and the probability of a return
         within t, in the order index, probability, time. One more return after 2 * age + 1 seconds
-        is assumed, so that the index is above 0 even if all known pauses were shorter than `age`. A
-        pause that has not ended counts with its length so far, and without a return.
+        is assumed, so that the index is above 0 even if all known pauses were shorter than `age`.
         """
-        ended = [(one - age, True) for one in self._latest if one > age]
-        ongoing = [(one - age, False) for one in self._ongoing if one > age]
-        left = sorted([*ended, *ongoing, (age + 1, True)])
-        best, passed_seconds, num_returned = (0.0, 0.0, 0.0), 0.0, 0
-        for place, (seconds, returned) in enumerate(left):
-            if seconds == NEVER:
-                break
-            passed_seconds += seconds
-            num_returned += returned
-            num_others = len(left) - place - 1
-            index = num_returned / (passed_seconds + num_others * seconds)
-            if index > best[0]:
-                best = index, num_returned / len(left), seconds
-        return best
+        assumed = 2 * age + 1
+        first, middle = bisect_right(self._lengths, age), bisect_left(self._lengths, assumed)
+        num_left, before = self._num_pauses - first + 1, self._num_returned[first]
+        left = [seconds - age for seconds in self._lengths[first:middle]]
+        left.append(age + 1)
+        left += [seconds - age for seconds in self._lengths[middle:]]
+        returned = [number - before for number in self._num_returned[first + 1 : middle + 1]]
+        returned += [number - before + 1 for number in self._num_returned[middle:]]
+        passed = accumulate(left)
+        others = range(num_left - 1, -1, -1)
+        indexes = [
+            number / (seconds + num_others * longest)
+            for number, seconds, num_others, longest in zip(
+                returned, passed, others, left, strict=False
+            )
+        ]
+        index = max(indexes)
+        place = indexes.index(index)
+        return index, returned[place] / num_left, left[place]
