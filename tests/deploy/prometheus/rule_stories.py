@@ -48,12 +48,16 @@ def _refusals(count: int, reason: str = "queue_full") -> dict[str, str]:
     }
 
 
-def _stalled(steps: int, *, paused: int = 0) -> dict[str, str]:
+def _stalled(engine: str = "e", *, paused: int = 0, sessions: int = 0) -> dict[str, str]:
+    """An engine with two waiting requests, some of which are sessions that wait for input."""
+    labels = f'instance="{engine}:9101",model_name="m",engine="{engine}"'
     return {
-        f"vllm:num_requests_running{{{OF_REPLICA}}}": "0x30",
-        f"vllm:num_requests_waiting{{{OF_REPLICA}}}": "2x30",
-        f"stepwell_step_seconds_count{{{OF_REPLICA}}}": f"7+{steps}x30",
-        f'stepwell_engine_state{{{OF_REPLICA},state="paused"}}': f"{paused}x30",
+        f"vllm:num_requests_running{{{labels}}}": "0x30",
+        f"vllm:num_requests_waiting{{{labels}}}": "2x30",
+        f'stepwell_client_sessions{{{labels},state="turn"}}': "0x30",
+        f'stepwell_client_sessions{{{labels},state="waiting_for_chunk"}}': f"{sessions}x30",
+        f"stepwell_step_seconds_count{{{labels}}}": "7x30",
+        f'stepwell_engine_state{{{labels},state="paused"}}': f"{paused}x30",
     }
 
 
@@ -169,7 +173,12 @@ STORIES = {
         _reloads("0x11 1x30"),
         {"job": "stepwell", "instance": "g", "service": "gateway", "certificate": "public"},
     ),
-    "StepwellEngineStalled": AlertStory(_stalled(0), _stalled(0, paused=1), _REPLICA, "critical"),
+    "StepwellEngineStalled": AlertStory(
+        _stalled(sessions=1),
+        _stalled(paused=1) | _stalled("f", sessions=2),
+        _ENGINE | {"instance": "e:9101"},
+        "critical",
+    ),
     "StepwellRecoveries": AlertStory(
         {_RECOVERIES: "0x5 1 2 3x30"}, {_RECOVERIES: "0x5 1 2x30"}, _ENGINE | {"lost": "workers"}
     ),
