@@ -48,7 +48,8 @@ class RequestIntake:
 
     def accept(self, message: scheduler_pb2.AddRequest) -> Request:
         """Converts a message to a request. Raises InvalidArgument or OutOfRange for an invalid
-        field, and ResourceExhausted if the queue is full or the expected wait is too long.
+        field, and ResourceExhausted if the queue is full or the expected wait is too long. If the
+        prompt is given as embeddings, their digest must still be added to the cache salt.
         """
         latest_start = self._latest_start(message)
         embeds = self._embeds(message)
@@ -80,7 +81,7 @@ class RequestIntake:
             priority=message.priority,
             arrival_time=message.arrival_unix_nanos / 1e9,
             latest_start=latest_start,
-            cache_salt=message.cache_salt if embeds is None else embeds.salted(message.cache_salt),
+            cache_salt=message.cache_salt,
             prompt_embeds=embeds,
             adapter_digest=message.adapter.digest,
             adapter_name=message.adapter.name,

@@ -52,6 +52,8 @@ class RequestSubmitter:
         if not message.arrival_unix_nanos:
             message.arrival_unix_nanos = time.time_ns()
         request = self.intake.accept(message)
+        if (embeds := request.prompt_embeds) is not None:  # may have many megabytes
+            request.cache_salt = await asyncio.to_thread(embeds.salted, message.cache_salt)
         if (retention := self.engine.scheduler.retention) is not None:
             retention.check(request)
         request.resumable = message.resumable and self.client_sessions.has_room

@@ -1,0 +1,90 @@
+"""What takes long is computed in threads, before a request is added to the engine."""
+
+import asyncio
+import itertools
+
+from stepwell.common.v1 import common_pb2
+from stepwell.scheduler.v1 import scheduler_pb2
+
+from services.common.pool.ids import RequestKey
+from services.common.replica.queue_state import QueueState
+from services.common.request.adapter import Adapter
+from services.common.request.structured_outputs import StructuredOutputs
+from services.scheduler.adapters.gateways.request_intake import RequestIntake
+from services.scheduler.adapters.gateways.resumable_sessions import ResumableSessions
+from services.scheduler.adapters.gateways.sessions import Sessions
+from services.scheduler.adapters.gateways.submitter import RequestSubmitter
+from services.scheduler.adapters.workers.adapter_loader import AdapterLoader
+from services.scheduler.adapters.workers.grammar_preparation import GrammarPreparation
+from services.scheduler.core.request import Request
+from tests.scheduler.engine_bench import BLOCK_SIZE, Bench
+
+HIDDEN_SIZE = 8
+
+
+class NoWorkers:
+    """Workers that compile no grammar and load no adapter."""
+
+    def has_grammar(self, _wanted: StructuredOutputs) -> bool:
+        raise NotImplementedError
+
+    async def prepare_grammar(self, _wanted: StructuredOutputs) -> None:
+        raise NotImplementedError
+
+    async def load_adapter(self, _adapter: Adapter, _kept: object) -> None:
+        raise NotImplementedError
+
+
+def make_submitter() -> RequestSubmitter:
+    engine, sessions, workers = Bench().engine, Sessions(), NoWorkers()
+    config, queue = engine.scheduler.config, QueueState(0, 100, 0.0)
+    adapters = AdapterLoader(workers, 0, lambda: engine.unfinished, lambda _request, _why: None)
+    return RequestSubmitter(
+        engine,
+        RequestIntake(config, 100, HIDDEN_SIZE, 120, lambda: queue, itertools.count(1).__next__),
+        sessions,
+        ResumableSessions(engine, sessions, adapters, 1),
+        GrammarPreparation(workers, adapters, engine.changes.grammar_compiled),
+    )
+
+
+def embedded(handle: int, data: bytes, salt: str = "") -> scheduler_pb2.AddRequest:
+    return scheduler_pb2.AddRequest(
+        handle=handle,
+        request_id=f"request-{handle}",
+        prompt_embeds=common_pb2.PromptEmbeds(
+            num_tokens=len(data) // (2 * HIDDEN_SIZE),
+            dtype=common_pb2.EMBEDS_DTYPE_BFLOAT16,
+            data=data,
+        ),
+        sampling=common_pb2.SamplingParams(seed=1, max_tokens=5),
+        cache_salt=salt,
+    )
+
+
+async def test_embeddings_are_hashed_without_delaying_steps() -> None:
+    submitter = make_submitter()
+    session = submitter.sessions.open_call("gateway")
+    submitting = asyncio.create_task(submitter.submit(session, embedded(1, bytes(640))))
+    await asyncio.sleep(0)
+    assert not submitting.done()
+    assert not submitter.engine.changes.arrivals
+    await submitting
+    assert [request.request_id for request in submitter.engine.changes.arrivals] == ["request-1"]
+
+
+async def test_only_equal_embeddings_share_blocks() -> None:
+    submitter = make_submitter()
+    session = submitter.sessions.open_call("gateway")
+    one, other = bytes(640), bytes(639) + b"1"
+    for handle, (data, salt) in enumerate(((one, ""), (one, ""), (other, ""), (one, "salt"))):
+        await submitter.submit(session, embedded(handle, data, salt))
+    plain = Request(
+        "plain", RequestKey(9), [0] * 40, 40, submitter.engine.changes.arrivals[0].sampling
+    )
+    hashes = []
+    for request in (*submitter.engine.changes.arrivals, plain):
+        request.hash_full_blocks(b"root", BLOCK_SIZE)
+        hashes.append(request.block_hashes[0])
+    assert hashes[0] == hashes[1]
+    assert len(set(hashes)) == 4
