@@ -136,9 +136,17 @@ def ask_hub(name: HubName) -> Any:
 
 def files_to_fetch(name: HubName, found: Any, *, with_weights: bool) -> list[str]:
     """Selects files of the description that `ask_hub` returned. Raises HubError if there are no
-    weights that can be read.
+    weights that can be read, or several GGUF files, which mostly are the same model with different
+    quantizations.
     """
     files = needed_files([each.rfilename for each in found.siblings], with_weights=with_weights)
+    gguf = [file for file in files if file.endswith(".gguf")]
+    if len(gguf) > 1:
+        raise HubError(
+            HubCause.NO_WEIGHTS,
+            f"{name} has {len(gguf)} GGUF files on the hub, such as {gguf[0]}: fetch one of them "
+            f"with `hf download {name.repo} {gguf[0]}`, then start with its path",
+        )
     if with_weights and not any(file.endswith((".safetensors", ".gguf")) for file in files):
         raise HubError(
             HubCause.NO_WEIGHTS,

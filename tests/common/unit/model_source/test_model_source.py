@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -164,20 +164,20 @@ HUB = {
 class Hub(BaseHTTPRequestHandler):
     """The HTTP calls of the Hugging Face hub that a download of a model needs."""
 
-    status, code = 200, ""
+    status, code, files = 200, "", HUB
 
     def do_GET(self) -> None:
         name = self.path.rpartition("/")[2]
-        siblings = [{"rfilename": file} for file in HUB]
+        siblings = [{"rfilename": file} for file in self.files]
         if self.path.startswith("/api/"):
             described = {"id": NAME, "sha": COMMIT, "siblings": siblings, "private": False}
             tree = [
                 {"type": "file", "path": file, "size": len(text), "oid": file}
-                for file, text in HUB.items()
+                for file, text in self.files.items()
             ]
             content = json.dumps(tree if "/tree/" in self.path else described)
         else:
-            content = HUB[name]
+            content = self.files[name]
         body = content.encode()
         self.send_response(self.status)
         self.send_header("X-Error-Code", self.code)
@@ -222,6 +222,19 @@ def test_what_the_cache_lacks_is_fetched_once(
     hub.status = 500
     assert find_model(NAME) == found
     assert model_name(found) == NAME
+
+
+@pytest.mark.parametrize("find", [find_model, find_model_files])
+def test_of_several_gguf_files_none_is_fetched(hub: type[Hub], find: Callable[[str], Path]) -> None:
+    """A model of the hub may have two dozen of them, with hundreds of gigabytes in total."""
+    hub.files = {"tiny-Q4_K_M.gguf": "weights", "tiny-Q8_0.gguf": "weights", "README.md": ""}
+    with pytest.raises(ModelSourceError) as caught:
+        find(NAME)
+    assert str(caught.value) == (
+        f"{NAME} has 2 GGUF files on the hub, such as tiny-Q4_K_M.gguf: fetch one of them with "
+        f"`hf download {NAME} tiny-Q4_K_M.gguf`, then start with its path"
+    )
+    assert not list(Path(constants.HF_HUB_CACHE).rglob("*.gguf"))
 
 
 @pytest.mark.parametrize(
