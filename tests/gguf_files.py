@@ -47,19 +47,27 @@ def random_blocks(of: Types, rows: int, columns: int, seed: int) -> npt.NDArray[
 
 
 def save_gguf(
-    directory: Path, to: Path, types: dict[str, Types], architecture: str, heads: tuple[int, int]
+    directory: Path,
+    to: Path,
+    types: dict[str, Types],
+    architecture: str,
+    heads: tuple[int, int],
+    *,
+    num_layers: int | None = None,
 ) -> Path:
     """Copies a model with its weights in a GGUF file. `types` maps the last part of a weight's name
-    to the weight's type. All other weights are in float32. A second copy, at `to` with the suffix
-    .float, has the same weights in safetensors. Returns the directory of the second copy.
+    to the weight's type. All other weights are in float32. With `num_layers`, the numbers of heads
+    are lists with an entry for each layer. A second copy, at `to` with the suffix .float, has the
+    same weights in safetensors. Returns the directory of the second copy.
     """
     floats = to.with_suffix(".float")
     for copy in (to, floats):
         shutil.copytree(directory, copy)
     (to / "model.safetensors").unlink()
     writer = gguf.GGUFWriter(to / "model.gguf", architecture)
-    writer.add_head_count(heads[0])
-    writer.add_head_count_kv(heads[1])
+    listed = [count if num_layers is None else [count] * num_layers for count in heads]
+    writer.add_head_count(listed[0])
+    writer.add_head_count_kv(listed[1])
     writer.add_array("tokenizer.ggml.tokens", ["a", "bc"])
     writer.add_array("tokenizer.ggml.scores", [0.5, 1.0])
     dequantized: dict[str, Floats] = {}

@@ -79,7 +79,7 @@ def _temporary() -> Iterator[Path]:
 
 def _make(directory: Path, file: Path) -> Path:
     """Creates the directory atomically, so that concurrent processes see all files or none."""
-    header = read_gguf_header(file, with_arrays=True)
+    header = read_gguf_header(file, with_texts=True)
     tokenizer, tokenizer_config = gguf_tokenizer(file, header)
     contents = {
         "config.json": gguf_config(file, header),

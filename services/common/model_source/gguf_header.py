@@ -38,25 +38,25 @@ class GgufHeader:
     tensors: list[GgufTensor]
 
 
-def read_gguf_header(file: Path, *, with_arrays: bool = False) -> GgufHeader:
-    """Reads a header. Without `with_arrays`, arrays are replaced by None. Raises GgufError."""
+def read_gguf_header(file: Path, *, with_texts: bool = False) -> GgufHeader:
+    """Reads a header. Without `with_texts`, arrays of texts become None. Raises GgufError."""
     try:
         with file.open("rb") as stream:
-            return _read(file, stream, with_arrays)
+            return _read(file, stream, with_texts)
     except OSError as error:
         raise GgufError(file, f"the file cannot be read: {error.strerror}") from error
     except (struct.error, UnicodeError, MemoryError, OverflowError, RecursionError) as error:
         raise GgufError(file, "the header is not that of a GGUF file") from error
 
 
-def _read(file: Path, stream: BinaryIO, with_arrays: bool) -> GgufHeader:
+def _read(file: Path, stream: BinaryIO, with_texts: bool) -> GgufHeader:
     if stream.read(4) != _MAGIC or _number(stream, "I") not in _VERSIONS:
         raise GgufError(file, "the header is not that of a GGUF file of version 2 or 3")
     num_tensors, num_values = _number(stream, "Q"), _number(stream, "Q")
     metadata = {}
     for _ in range(num_values):
         key = _text(stream)
-        metadata[key] = _value(stream, _number(stream, "I"), with_arrays)
+        metadata[key] = _value(stream, _number(stream, "I"), with_texts)
     entries = [_entry(file, stream) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", _ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1:
@@ -92,33 +92,25 @@ def _text(stream: BinaryIO) -> str:
     return raw.decode()
 
 
-def _value(stream: BinaryIO, kind: int, with_arrays: bool) -> Any:
+def _value(stream: BinaryIO, kind: int, with_texts: bool) -> Any:
     if kind == _STRING:
         return _text(stream)
     if kind == _ARRAY:
         of, count = _number(stream, "I"), _number(stream, "Q")
-        if with_arrays:
-            return _items(stream, of, count)
-        _pass_over(stream, of, count)
-        return None
+        return _items(stream, of, count, with_texts)
     form = _FORMATS[kind] if kind < len(_FORMATS) else None
     if form is None:
         raise struct.error(f"values of type {kind}")
     return _unpacked(stream, form)
 
 
-def _items(stream: BinaryIO, kind: int, count: int) -> list[Any]:
-    form = _FORMATS[kind] if kind < len(_FORMATS) else None
-    if form is None:
-        return [_value(stream, kind, True) for _ in range(count)]
-    size = struct.calcsize(f"<{form}") * count
-    return list(struct.unpack(f"<{count}{form}", stream.read(size)))
-
-
-def _pass_over(stream: BinaryIO, kind: int, count: int) -> None:
+def _items(stream: BinaryIO, kind: int, count: int, with_texts: bool) -> list[Any] | None:
     form = _FORMATS[kind] if kind < len(_FORMATS) else None
     if form is not None:
-        stream.seek(struct.calcsize(f"<{form}") * count, 1)
-        return
+        size = struct.calcsize(f"<{form}") * count
+        return list(struct.unpack(f"<{count}{form}", stream.read(size)))
+    if with_texts:
+        return [_value(stream, kind, with_texts) for _ in range(count)]
     for _ in range(count):
-        _value(stream, kind, False)
+        _value(stream, kind, with_texts)
+    return None

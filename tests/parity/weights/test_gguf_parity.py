@@ -76,6 +76,15 @@ def test_a_file_by_itself_is_the_model_it_was_made_of(
         assert json.load(found)["model"]["vocab"].items() >= json.load(of)["model"]["vocab"].items()
 
 
+def test_numbers_of_heads_may_be_listed_by_layer(tmp_path: Path) -> None:
+    """They determine the order of the rows of queries and keys."""
+    save_tiny_model(tmp_path / "plain", "llama", **NARROW)
+    floats = save_gguf(tmp_path / "plain", tmp_path / "gguf", {}, "llama", (4, 2), num_layers=2)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    with open_checkpoint(tmp_path / "gguf").open() as found, open_checkpoint(floats).open() as of:
+        assert torch.equal(found.read_part(name, ()), of.read_part(name, ()))
+
+
 def test_two_ranks_divide_it(checkpoint: Checkpoint) -> None:
     assert_two_ranks_divide(checkpoint)
 

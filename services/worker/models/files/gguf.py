@@ -111,7 +111,12 @@ class GgufFile:
         architecture = metadata["general.architecture"]
         heads = metadata.get(f"{architecture}.attention.head_count", 1)
         kv_heads = metadata.get(f"{architecture}.attention.head_count_kv", heads)
-        self._heads = {"attn_q.": heads, "attn_k.": kv_heads} if architecture == "llama" else {}
+        counts = {"attn_q.": heads, "attn_k.": kv_heads} if architecture == "llama" else {}
+        # A list has one number for each layer. Only models whose layers have equal numbers of heads
+        # are supported.
+        self._heads = {
+            part: count[0] if isinstance(count, list) else count for part, count in counts.items()
+        }
 
     def get_tensor(self, name: str) -> torch.Tensor:
         """Reads a tensor, and dequantizes it to float32 if it is quantized."""
