@@ -114,6 +114,8 @@ class NodeWriter:
         self._num_changes_since_snapshot = 0
         self._snapshot_at = 0.0
         self._heartbeat_at = 0.0
+        self._is_failing = False
+        """Whether a call to Redis has failed since the last epoch began."""
 
     def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._run())
@@ -165,10 +167,11 @@ class NodeWriter:
                 )
                 return
             except RedisUnavailable as error:
-                if self.node in self._counts.nodes_connected:
+                if not self._is_failing:
                     logger.warning(
                         "the directory of cached prefixes in Redis cannot be written: %s", error
                     )
+                self._is_failing = True
                 self._counts.nodes_connected.discard(self.node)
                 self._counts.failures += 1
             await asyncio.sleep(backoff * random.uniform(0.75, 1.25))
@@ -194,6 +197,7 @@ class NodeWriter:
         if lost := await self._lost_nodes():
             await self._redis.pipeline([("HDEL", keys.nodes, *lost)])
         self._counts.num_epochs += 1
+        self._is_failing = False
         if self.node not in self._counts.nodes_connected:
             logger.info(
                 "pool %s is in the directory of cached prefixes at %s", self.node, self._redis.name

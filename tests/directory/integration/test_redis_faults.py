@@ -96,6 +96,22 @@ async def test_a_server_without_memory_takes_nothing_until_there_is_some(pools, 
     await right_again(pools, gateway)
 
 
+async def test_why_a_pool_was_never_written_is_logged_once(server, redis, gateway, caplog):
+    """For example, because the user of the URL may not write the log."""
+    rights = ["on", ">secret", "~kvd:*", "+@all", "-xadd"]
+    await redis.call(lambda client: client.execute_command("ACL", "SETUSER", "pool", *rights))
+    url = server.url.replace("redis://", "redis://pool:secret@")
+    directory = RedisDirectory(RedisConnection(url), WRITER)
+    directory.open(PoolId("a"), 1, PoolConfig(10, (FULL,), fingerprint=FINGERPRINT, node="a"))
+    await until(lambda: directory.counts.failures > 3)
+    (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "cannot be written" in warning.message
+    assert "'xadd'" in warning.message
+    await redis.call(lambda client: client.execute_command("ACL", "SETUSER", "pool", "+xadd"))
+    await until(lambda: gateway.index.view("a") is not None)
+    await directory.close()
+
+
 async def test_damaged_entries_are_counted_and_passed_over(pools, gateway, redis):
     await right_again(pools, gateway)
     whole = batch_to_bytes(KeyBatch(1, 1, [5]))
