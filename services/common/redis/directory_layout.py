@@ -7,6 +7,8 @@
 `kvd:{fp}:lease:N`        lease of node N; expires
 `kvd:{fp}:snap:N:E`       snapshot: all block keys of node N in its epoch E; expires
 
+The last node that leaves also deletes the log and the counter.
+
 A node is the pool of one scheduler process. It begins a new epoch when its earlier log entries
 become invalid. `fp` is the model's fingerprint. The braces put all Redis keys of a model into one
 slot of Redis Cluster. Binary values begin with a CRC-32 of the following bytes. Numbers are

@@ -133,8 +133,11 @@ class NodeWriter:
             await asyncio.gather(self._task, return_exceptions=True)
         self._counts.nodes_connected.discard(self.node)
 
-    async def leave(self) -> None:
-        """Ends the task and removes the node from the directory, if Redis answers in time."""
+    async def leave(self, *, has_successor: bool = False) -> None:
+        """Ends the task and removes the node from the directory, if Redis answers in time. If no
+        other node is left, also deletes the log, because no node would trim it any more. Does not
+        delete the log if `has_successor`, because another node is about to begin.
+        """
         await self.stop()
         if not self._epoch:
             return
@@ -143,12 +146,15 @@ class NodeWriter:
             async with asyncio.timeout(_LEAVE_SECONDS):
                 if await self._is_superseded():
                     return
-                await self._redis.pipeline(
+                *_, has_nodes = await self._redis.pipeline(
                     [
                         ("HDEL", keys.nodes, self.node, *await self._lost_nodes()),
                         ("DEL", keys.lease(self.node), self._snapshot_key),
+                        ("EXISTS", keys.nodes),
                     ]
                 )
+                if not has_nodes and not has_successor:
+                    await self._redis.pipeline([("DEL", keys.log, keys.epoch)])
 
     async def _run(self) -> None:
         backoff = self._times.first_backoff_seconds

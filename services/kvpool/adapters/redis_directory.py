@@ -50,7 +50,7 @@ class RedisDirectory:
             if before.generation >= generation:
                 return
             is_replaced = before.node == config.node
-            self._spawn(before.stop() if is_replaced else before.leave())
+            self._spawn(before.stop() if is_replaced else before.leave(has_successor=True))
         writer = NodeWriter(
             generation, config, self._redis, self._times, self.counts, self._clock_micros
         )

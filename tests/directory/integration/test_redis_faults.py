@@ -208,6 +208,21 @@ async def test_another_node_removes_the_record_of_a_killed_pool(server, redis, e
     assert not await _nodes(redis)
 
 
+async def test_the_last_node_that_leaves_deletes_the_log(server, redis, gateway):
+    first, last = (RedisDirectory(RedisConnection(server.url), WRITER) for _ in range(2))
+    await _open(first, "first")
+    await _open(last, "last")
+    await first.close()
+    assert await redis.call(lambda client: client.xlen(KEYS.log))
+    await until(lambda: [view.node for view in gateway.index.views] == ["last"])
+    await last.close()
+    assert await redis.call(lambda client: client.keys("*")) == []
+    again = RedisDirectory(RedisConnection(server.url), WRITER)
+    await _open(again, "again")
+    await until(lambda: [view.node for view in gateway.index.views] == ["again"])
+    await again.close()
+
+
 async def _open(directory: RedisDirectory, *nodes: str) -> None:
     for node in nodes:
         config = PoolConfig(10, (FULL,), fingerprint=FINGERPRINT, node=node)
