@@ -47,8 +47,7 @@ class RequestSubmitter:
 
     async def submit(self, session: GatewaySession, message: scheduler_pb2.AddRequest) -> None:
         """Queues a request of a gateway, or raises StepwellError to refuse it."""
-        if self.is_draining or self.is_drained:
-            raise Unavailable("the scheduler is draining", reason="DRAINING")
+        self._require_open()
         if not message.arrival_unix_nanos:
             message.arrival_unix_nanos = time.time_ns()
         request = self.intake.accept(message)
@@ -56,8 +55,9 @@ class RequestSubmitter:
             request.cache_salt = await asyncio.to_thread(embeds.salted, message.cache_salt)
         if (retention := self.engine.scheduler.retention) is not None:
             retention.check(request)
-        request.resumable = message.resumable and self.client_sessions.has_room
         await self._hash(request)
+        self._require_open()  # a drain may have begun meanwhile
+        request.resumable = message.resumable and self.client_sessions.has_room
         self.sessions.own(session, message.handle, request)
         has_adapter = message.HasField("adapter")
         self.grammars.begin(request, adapter_from_proto(message.adapter) if has_adapter else None)
@@ -81,6 +81,11 @@ class RequestSubmitter:
             )
             chunk = replace(chunk, block_hashes=hashes)
         self.engine.changes.add_chunk(request, chunk)
+
+    def _require_open(self) -> None:
+        """Raises Unavailable if new requests are refused."""
+        if self.is_draining or self.is_drained:
+            raise Unavailable("the scheduler is draining", reason="DRAINING")
 
     async def _hash(self, request: Request) -> None:
         config = self.intake.config

@@ -3,9 +3,11 @@
 import asyncio
 import itertools
 
+import pytest
 from stepwell.common.v1 import common_pb2
 from stepwell.scheduler.v1 import scheduler_pb2
 
+from services.common.errors import Unavailable
 from services.common.pool.ids import RequestKey
 from services.common.replica.queue_state import QueueState
 from services.common.request.adapter import Adapter
@@ -88,3 +90,19 @@ async def test_only_equal_embeddings_share_blocks() -> None:
         hashes.append(request.block_hashes[0])
     assert hashes[0] == hashes[1]
     assert len(set(hashes)) == 4
+
+
+async def test_a_request_that_is_hashed_when_a_drain_begins_is_refused() -> None:
+    """An open client's session would otherwise stay at the drained replica."""
+    submitter = make_submitter()
+    session = submitter.sessions.open_call("gateway")
+    message = embedded(1, bytes(640))
+    message.resumable = True
+    submitting = asyncio.create_task(submitter.submit(session, message))
+    await asyncio.sleep(0)
+    submitter.refuse_new()
+    with pytest.raises(Unavailable) as caught:
+        await submitting
+    assert caught.value.error_reason == "DRAINING"
+    assert not submitter.engine.changes.arrivals
+    assert not session.requests
