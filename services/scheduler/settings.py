@@ -95,7 +95,7 @@ class SchedulerSettings(ServiceSettings):
         60.0,
         doc="longest time that a request may wait for its first step; 0: no limit. A request that "
         "would wait longer is refused",
-        check=at_least(0),
+        check=between(0, 86_400),
     )
     max_num_sessions: int | None = setting(
         None,
@@ -155,12 +155,12 @@ class SchedulerSettings(ServiceSettings):
     step_timeout_seconds: float = setting(
         120.0,
         doc="longest time of a step; after that, the worker counts as hung",
-        check=at_least(0.1),
+        check=between(0.1, 86_400),
     )
     pool_timeout_seconds: float = setting(
         5.0,
         doc="longest time of a transaction with the kvpool; after that, the kvpool counts as lost",
-        check=at_least(0.1),
+        check=between(0.1, 86_400),
     )
     step_log: Path | None = setting(
         None,
