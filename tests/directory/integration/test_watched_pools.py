@@ -1,6 +1,7 @@
 """The gateway's prefix index follows the WatchEvents streams of real pools."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import suppress
 
@@ -69,6 +70,24 @@ async def test_a_pool_is_followed_from_its_opening_to_its_end(index):
         await speaker.transact(wire.admit(wire.admission(1, 4, path="q")))
         await until(lambda: index.match(block_keys(hashes("q"))) == {"node": 1})
     await service.drain()
+
+
+async def test_a_pool_that_cannot_be_reached_is_logged_once(tmp_path, caplog):
+    """For example, because its address is a Unix socket of another machine."""
+    caplog.set_level(logging.INFO)
+    watchers = PoolWatchers(PrefixIndex())
+    address = PoolAddress("node", f"unix:{tmp_path}/pool", "replica")
+    task = asyncio.create_task(watchers.run(lambda: [address]))
+    await until(lambda: watchers.counts.failures > 2)
+    assert caplog.text.count("the cached prefixes of pool node cannot be read") == 1
+    service, _ = await started(address.address)
+    async with open_channel(address.address) as channel:
+        await kvpool_pb2_grpc.KVPoolStub(channel).OpenPool(wire.open_request())
+    await until(lambda: watchers.counts.loads > 0)
+    await service.drain()
+    await until(lambda: caplog.text.count("the cached prefixes of pool node cannot be read") == 2)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_a_pool_whose_replica_is_gone_is_followed_no_more(index):

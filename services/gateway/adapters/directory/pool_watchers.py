@@ -77,7 +77,7 @@ class PoolWatchers:
             await asyncio.gather(*tasks.values(), return_exceptions=True)
 
     async def _follow(self, pool: PoolAddress) -> None:
-        backoff = _FIRST_BACKOFF_SECONDS
+        backoff, is_known_lost = _FIRST_BACKOFF_SECONDS, False
         async with open_channel(pool.address, self._tls) as channel:
             stub = kvpool_pb2_grpc.KVPoolStub(channel)
             while True:
@@ -86,9 +86,10 @@ class PoolWatchers:
                     call = stub.WatchEvents(kvpool_pb2.WatchEventsRequest(pool_id=pool.pool_id))
                     async for message in call:
                         await reader.apply(message)
-                        backoff = _FIRST_BACKOFF_SECONDS
+                        backoff, is_known_lost = _FIRST_BACKOFF_SECONDS, False
                 except grpc.aio.AioRpcError as error:
-                    if error.code() is not grpc.StatusCode.NOT_FOUND:
+                    if error.code() is not grpc.StatusCode.NOT_FOUND and not is_known_lost:
+                        is_known_lost = True
                         why = from_peer("the pool", error)
                         logger.info(
                             "the cached prefixes of pool %s cannot be read: %s", pool.node, why
