@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from stepwell.common.v1 import common_pb2
 from stepwell.scheduler.v1 import scheduler_pb2
@@ -54,7 +55,7 @@ class RequestIntake:
         latest_start = self._latest_start(message)
         embeds = self._embeds(message)
         prompt = (
-            self._tokens(message.prompt_token_ids, "prompt_token_ids")
+            _last_prompts(message.prompt_token_ids, self.vocab_size)
             if embeds is None
             else embeds.placeholders
         )
@@ -75,7 +76,7 @@ class RequestIntake:
         return Request(
             request_id=message.request_id,
             key=RequestKey(self.next_key()),
-            token_ids=prompt + output,
+            token_ids=[*prompt, *output],
             num_prompt_tokens=len(prompt),
             sampling=sampling,
             priority=message.priority,
@@ -214,17 +215,7 @@ class RequestIntake:
         return embeds
 
     def _tokens(self, packed: bytes, field: str) -> list[int]:
-        try:
-            token_ids = unpack_token_ids(packed)
-        except ValueError as error:
-            raise InvalidArgument(f"{field} is not an array of int32", field=field) from error
-        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
-            wrong = next(token for token in token_ids if not 0 <= token < self.vocab_size)
-            raise InvalidArgument(
-                f"{field} contains {wrong}, which is not a token from 0 to {self.vocab_size - 1}",
-                field=field,
-            )
-        return token_ids
+        return _checked_tokens(packed, self.vocab_size, field)
 
     def _check_length(self, num_prompt: int, num_output: int) -> None:
         total = num_prompt + num_output
@@ -263,3 +254,26 @@ class RequestIntake:
         except InvalidArgument as error:
             raise InvalidArgument(error.message, field=f"sampling.{error.field}") from error
         return sampling
+
+
+def _checked_tokens(packed: bytes, vocab_size: int, field: str) -> list[int]:
+    try:
+        token_ids = unpack_token_ids(packed)
+    except ValueError as error:
+        raise InvalidArgument(f"{field} is not an array of int32", field=field) from error
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
+        raise InvalidArgument(
+            f"{field} contains {wrong}, which is not a token from 0 to {vocab_size - 1}",
+            field=field,
+        )
+    return token_ids
+
+
+@lru_cache(maxsize=4)
+def _last_prompts(packed: bytes, vocab_size: int) -> tuple[int, ...]:
+    """Unpacks and checks a prompt. The last results are cached, because the answers of one request
+    (`n`) have the same prompt. Their lists of tokens then share the numbers, which need four times
+    as much memory as the lists.
+    """
+    return tuple(_checked_tokens(packed, vocab_size, "prompt_token_ids"))

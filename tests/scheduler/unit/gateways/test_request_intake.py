@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import tracemalloc
 from dataclasses import replace
 from typing import Any
 
@@ -80,6 +81,29 @@ def test_what_is_let_in_is_the_cores_own() -> None:
     assert (request.cache_salt, request.traceparent) == ("salt", "00-1-2-01")
     assert request.reads_prefix_cache
     assert intake.accept(message()).key == 2, "no number is used twice"
+
+
+def test_the_answers_of_a_request_share_the_memory_of_their_prompt() -> None:
+    num_tokens, num_answers = 5000, 20
+    config = SchedulerConfig(
+        max_num_seqs=4,
+        max_num_batched_tokens=32,
+        max_model_len=2 * num_tokens,
+        block_size=4,
+        num_blocks=num_tokens,
+    )
+    queue = QueueState(0, 100, 0.0)
+    key, limit = itertools.count(1).__next__, 2 * num_tokens
+    intake = RequestIntake(config, 2 * num_tokens, HIDDEN_SIZE, limit, lambda: queue, key)
+    prompt = list(range(1000, 1000 + num_tokens))
+    answer = message(prompt_token_ids=pack_token_ids(prompt))
+    tracemalloc.start()
+    requests = [intake.accept(answer) for _ in range(num_answers)]
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert used < 12 * num_tokens * num_answers  # a number takes 32 bytes, and its reference 8
+    requests[0].token_ids.append(7)
+    assert [request.token_ids for request in requests[1:]] == [prompt] * (num_answers - 1)
 
 
 def embeds(data: bytes, num_tokens: int = 3) -> common_pb2.PromptEmbeds:
