@@ -1,6 +1,22 @@
 """How many pool transactions (round trips) a step takes, which cost time with a remote pool."""
 
+from collections.abc import Sequence
+
+from services.common.pool.operations import Lookup, Operation, Outcome
+from services.scheduler.core.ports import KVPool
 from tests.scheduler.story import Story, prompt
+
+
+class Lookups:
+    """A pool that records how many prefixes each transaction looks up."""
+
+    def __init__(self, pool: KVPool) -> None:
+        self._pool = pool
+        self.nums: list[int] = []
+
+    async def transact(self, operations: Sequence[Operation], traceparent: str = "") -> Outcome:
+        self.nums += [len(one.requests) for one in operations if isinstance(one, Lookup)]
+        return await self._pool.transact(operations, traceparent)
 
 
 async def test_a_decode_step_inside_a_block_asks_nothing() -> None:
@@ -78,3 +94,18 @@ async def test_flushing_gives_back_now_what_would_go_with_the_next_step() -> Non
     await story.scheduler.flush()
     assert story.pool.core.num_free_blocks == 99
     assert story.scheduler.kv_cache_manager.num_free_blocks == 99
+
+
+async def test_few_prefixes_are_looked_up_while_blocks_are_missing() -> None:
+    """Twenty requests wait, of which five fit into the pool at once."""
+    pools: list[Lookups] = []
+
+    def counting(pool: KVPool) -> KVPool:
+        pools.append(Lookups(pool))
+        return pools[0]
+
+    story = Story(max_num_seqs=40, num_blocks=12, max_num_batched_tokens=400, through=counting)
+    for number in range(20):
+        story.add(f"r{number}", prompt(8, first=10 * number), max_tokens=9)
+    await story.steps(3)
+    assert pools[0].nums == [20, 4, 4]

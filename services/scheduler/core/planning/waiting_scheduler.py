@@ -14,10 +14,15 @@ from services.scheduler.core.request import Request, RequestStatus
 
 LOOKUP_BATCH = 32
 """Limit on the number of waiting requests whose cached prefixes one transaction looks up."""
+_LEAST_LOOKUP_BATCH = 4
+"""The limit after a step in which blocks were missing. The next step then admits few requests or
+none, and to look up the long prefixes of many would take most of the pool's time.
+"""
 _BLOCKS_LACK = {
     StopReason.NO_BLOCKS: WaitReason.NO_BLOCKS,
     StopReason.KEPT_FREE: WaitReason.HEADROOM,
 }
+_LACK_OF_BLOCKS = {*_BLOCKS_LACK.values(), WaitReason.RETAINED}
 
 
 class WaitingScheduler:
@@ -30,6 +35,8 @@ class WaitingScheduler:
         self._kv_cache_manager = state.kv_cache_manager
         self._planner = admission.AdmissionPlanner(state.config, state.retention)
         self._transfers = state.transfers
+        self._lookup_batch = LOOKUP_BATCH
+        """The present limit on the number of requests that one transaction looks up."""
 
     async def schedule(self, builder: StepBuilder, traceparent: str) -> WaitReason | None:
         """Admits requests from the head of the queue. Returns why the remaining requests wait."""
@@ -57,8 +64,11 @@ class WaitingScheduler:
                 num_free_blocks=self._kv_cache_manager.num_free_blocks,
             )
             reason = await self._carry_out(builder, planned, traceparent)
+            if reason in _LACK_OF_BLOCKS:
+                self._lookup_batch = _LEAST_LOOKUP_BATCH
             if reason is not None:
                 return reason
+            self._lookup_batch = min(2 * self._lookup_batch, LOOKUP_BATCH)
         return self._why_others_wait(builder)
 
     def _batches(self, builder: StepBuilder) -> Iterator[list[Request]]:
@@ -124,12 +134,12 @@ class WaitingScheduler:
 
     def candidates(self, builder: StepBuilder) -> list[Request]:
         """The first requests of the queue, as many as the free rows of the batch, the token budget
-        and `LOOKUP_BATCH` allow. Requests that this step has already skipped are left out. Requests
-        that it will skip are included, so that the plan records the reason, but do not count toward
-        the limits.
+        and the limit on lookups allow. Requests that this step has already skipped are left out.
+        Requests that it will skip are included, so that the plan records the reason, but do not
+        count toward the limits.
         """
         candidates: list[Request] = []
-        num_ready = min(self._state.num_free_slots, builder.token_budget, LOOKUP_BATCH)
+        num_ready = min(self._state.num_free_slots, builder.token_budget, self._lookup_batch)
         passed_over, passing_over = builder.plan.passed_over, builder.passing_over
         for request in self._looked_at:
             if num_ready <= 0:
