@@ -19,7 +19,7 @@ FURTHER = {
     "small": {"StatefulSet", "Pod"},
     "fleet": {"StatefulSet", "Pod", "ScaledObject"},
     "tls-cert-manager": {
-        *("StatefulSet", "Pod", "Certificate", "Issuer", "HTTPRoute", "BackendTLSPolicy"),
+        *("StatefulSet", "Certificate", "Issuer", "HTTPRoute", "BackendTLSPolicy"),
     },
     "tls-secrets": {"StatefulSet"},
     "tensor-parallel-gpu": {"LeaderWorkerSet", "Pod"},

@@ -6,6 +6,7 @@ from decimal import Decimal
 from pathlib import PurePosixPath
 from typing import Any
 
+from tests.deploy.conftest import example, render_chart
 from tests.deploy.network_policies import STRANGER, Policies
 from tests.deploy.rendered import Container, Object, Rendered, selects
 
@@ -275,11 +276,32 @@ def test_certificates_carry_the_names_that_services_look_for(releases: dict[str,
     allowed = scheduler.environment()["STEPWELL_SCHEDULER_INTERNAL_TLS_ALLOWED_NAMES"].split(",")
     assert set(allowed) & set(of_edge)
     assert not set(allowed) & set(of_scheduler)
-    test = release.pod("test").containers()[0].spec["command"]
+
+
+def test_a_public_certificate_has_the_given_names_only(releases: dict[str, Rendered]) -> None:
+    """Authorities on the internet refuse a certificate that also has a name of the cluster."""
+    release = releases["tls-cert-manager"]
+    assert _public_names(release) == ["llm.example.org"]
+    assert "nothing to run: tls.public.certManager.dnsNames has no name" in release.notes
+
+
+def test_the_test_finds_its_host_in_the_public_certificate(releases: dict[str, Rendered]) -> None:
+    tls = {"enabled": True, "certManager": {"enabled": True, "issuerRef": {"name": "platform"}}}
+    of_cluster = render_chart({"of cluster": example("small", tls={"public": tls})})
+    for release in (releases["adjusted"], *of_cluster.values()):
+        test = release.pod("test").containers()[0].spec["command"]
+        host = re.search(r"https://([^:]+):", " ".join(test))
+        assert host is not None
+        assert host[1] in _public_names(release)
+
+
+def _public_names(release: Rendered) -> list[str]:
+    (edge,) = release.pod("gateway").containers()
     public = edge.mounts()["/etc/stepwell/public-tls"]["secret"]["secretName"]
-    host = re.search(r"https://([^:]+):", " ".join(test))
-    assert host is not None
-    assert host[1] in names[public]
+    (names,) = [
+        c["spec"]["dnsNames"] for c in _leaves(release) if c["spec"]["secretName"] == public
+    ]
+    return list(names)
 
 
 def test_ranks_let_schedulers_of_their_release_call(releases: dict[str, Rendered]) -> None:

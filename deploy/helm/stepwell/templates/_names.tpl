@@ -170,6 +170,17 @@ the port. */ -}}
 {{- $root.Values.tls.internal.certManager.enabled | ternary $made (get $root.Values.tls.internal.existingSecrets $of) -}}
 {{- end -}}
 
+{{- /* The name of the gateways' Service in the cluster. */ -}}
+{{- define "stepwell.gatewayHost" -}}
+{{- printf "%s-gateway.%s.svc" (include "stepwell.fullname" .) .Release.Namespace -}}
+{{- end -}}
+
+{{- /* The names in the public certificate, as a list. An authority on the internet, such as Let's Encrypt,
+issues no certificate that also has a name of the cluster. */ -}}
+{{- define "stepwell.publicNames" -}}
+{{- .Values.tls.public.certManager.dnsNames | default (list (include "stepwell.gatewayHost" .)) | toYaml -}}
+{{- end -}}
+
 {{- define "stepwell.publicTlsSecret" -}}
 {{- $made := printf "%s-gateway-public-tls" (include "stepwell.fullname" .) -}}
 {{- .Values.tls.public.certManager.enabled | ternary $made .Values.tls.public.existingSecret -}}
