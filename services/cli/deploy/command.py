@@ -25,6 +25,12 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     faults = [_fault(name) for name in arguments.faults.split(",") if name]
     project = ComposeProject(arguments.project_name)
+    if project.containers() and not arguments.keep:
+        raise CommandError(
+            f"the project {arguments.project_name} already has containers, and the check would "
+            "remove them and their volumes: name another --project-name, or give --keep",
+            exit_status=2,
+        )
     compose = Compose(
         arguments.file or [DEFAULT_FILE],
         arguments.project_name,

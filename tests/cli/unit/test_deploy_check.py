@@ -1,12 +1,19 @@
 """The faults that `stepwell deploy check` injects into a deployment, and its results."""
 
+import json
 import os
+import re
+import socket
+import socketserver
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -297,6 +304,88 @@ def test_without_an_engine_the_command_says_so(tmp_path: Path) -> None:
     (line,) = ended.stderr.splitlines()
     assert line.startswith("stepwell deploy: no Docker engine answers: ")
     assert line.endswith("; start one, or name it in DOCKER_HOST")
+
+
+class Engine(ThreadingHTTPServer):
+    """A Docker engine with one container, of the project "mine"."""
+
+    address_family = socket.AF_UNIX
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path), EngineCalls)  # type: ignore[arg-type]
+
+    def server_bind(self) -> None:
+        socketserver.TCPServer.server_bind(self)
+
+
+class EngineCalls(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        container = {
+            "Id": "c1",
+            "Name": "/mine-gateway-1",
+            "State": {"Status": "exited", "StartedAt": "once"},
+            "NetworkSettings": {"Networks": {}},
+            "Config": {"Image": "stepwell/gateway:1", "Labels": {}},
+        }
+        answers: dict[str, object] = {
+            "/version": {"Version": "29", "ApiVersion": "1.44"},
+            "/containers/json": [{"Id": "c1"}] if "%3Dmine" in self.path else [],
+            "/containers/c1/json": container,
+        }
+        path = re.sub(r"^/v[\d.]+", "", urlsplit(self.path).path)
+        body = json.dumps(answers[path]).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def address_string(self) -> str:
+        return "client"
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_project_with_containers_is_not_removed(tmp_path: Path) -> None:
+    pytest.importorskip("docker")
+    calls = tmp_path / "calls"
+    compose = tmp_path / "docker"
+    compose.write_text(f'#!/bin/sh\necho "$@" >> {calls}\n[ "$*" = "compose version" ]\n')
+    compose.chmod(0o755)
+    with Engine(tmp_path / "docker.sock") as engine:
+        Thread(target=engine.serve_forever, daemon=True).start()
+
+        def check(project: str) -> tuple[int, str]:
+            ended = subprocess.run(
+                [
+                    sys.executable,
+                    "-m",
+                    "services.cli",
+                    "deploy",
+                    "check",
+                    "--project-name",
+                    project,
+                ],
+                cwd=ROOT,
+                env={
+                    **os.environ,
+                    "DOCKER_HOST": f"unix://{tmp_path}/docker.sock",
+                    "PATH": f"{tmp_path}:/usr/bin:/bin",
+                },
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            return ended.returncode, ended.stderr
+
+        status, error = check("mine")
+        assert status == 2
+        assert error.startswith("stepwell deploy: the project mine already has containers")
+        assert not calls.exists()
+        check("fresh")
+        assert "--project-name fresh" in calls.read_text()
+        engine.shutdown()
 
 
 @pytest.mark.parametrize(
