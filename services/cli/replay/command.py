@@ -4,7 +4,7 @@ import argparse
 import asyncio
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,9 @@ def main(argv: Sequence[str]) -> int:
         overrides = dict(map(parse_override, arguments.set))
     except ValueError as error:
         raise CommandError(str(error), exit_status=2) from None
+    with suppress(OSError):
+        if arguments.jsonl is not None and arguments.jsonl.samefile(arguments.file):
+            raise CommandError("--jsonl would overwrite the step log itself", exit_status=2)
     with _record_file(arguments.jsonl) as write:
         return asyncio.run(_replay_log(arguments, overrides, write))
 

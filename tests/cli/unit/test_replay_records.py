@@ -128,3 +128,16 @@ def test_a_file_that_cannot_be_written_is_one_sentence(
     status, _, err = replayed(capsys, log, "--jsonl", tmp_path / "none" / "records.jsonl")
     assert (status, err.count("\n")) == (1, 1)
     assert "cannot write" in err
+
+
+@pytest.mark.parametrize("name", ["steps.jsonl", "link.jsonl"])
+def test_records_do_not_overwrite_the_log(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = record(crowded_scenario(2)).write(tmp_path / "steps.jsonl")
+    (tmp_path / "link.jsonl").symlink_to(log)
+    before = log.read_bytes()
+    status, _, error = replayed(capsys, log, "--jsonl", tmp_path / name)
+    assert status == 2
+    assert error == "stepwell replay: --jsonl would overwrite the step log itself\n"
+    assert log.read_bytes() == before
