@@ -32,7 +32,7 @@ class EmbedsDtype(enum.Enum):
         return {EmbedsDtype.FLOAT32: 23, EmbedsDtype.BFLOAT16: 7, EmbedsDtype.FLOAT16: 10}[self]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class PromptEmbeds:
     """A matrix [num_tokens, hidden_size] in row-major order, little-endian. Raises InvalidArgument
     without rows, or with empty rows, since a small message must not claim many tokens.

@@ -3,11 +3,13 @@
 import asyncio
 import time
 from dataclasses import dataclass, field, replace
+from weakref import WeakValueDictionary
 
 from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common.errors import StepwellError, Unavailable
 from services.common.request.messages import adapter_from_proto
+from services.common.request.prompt_embeds import PromptEmbeds
 from services.scheduler.adapters.gateways.gateway_session import GatewaySession
 from services.scheduler.adapters.gateways.request_intake import RequestIntake
 from services.scheduler.adapters.gateways.resumable_sessions import ResumableSessions
@@ -33,6 +35,10 @@ class RequestSubmitter:
     """Whether this process is stopping. A gateway's session then ends with its last request."""
     is_drained: bool = field(init=False, default=False)
     """Whether an operator has drained the replica, so that it refuses new requests."""
+    _embeds: WeakValueDictionary[str, PromptEmbeds] = field(
+        init=False, default_factory=WeakValueDictionary
+    )
+    """Maps cache salts to embedded prompts, which the answers of a request (`n`) share."""
 
     def drain(self) -> None:
         """Refuses new requests and further turns from now on."""
@@ -52,7 +58,9 @@ class RequestSubmitter:
             message.arrival_unix_nanos = time.time_ns()
         request = self.intake.accept(message)
         if (embeds := request.prompt_embeds) is not None:  # may have many megabytes
-            request.cache_salt = await asyncio.to_thread(embeds.salted, message.cache_salt)
+            salt = await asyncio.to_thread(embeds.salted, message.cache_salt)
+            request.cache_salt = salt
+            request.prompt_embeds = self._embeds.setdefault(salt, embeds)
         if (retention := self.engine.scheduler.retention) is not None:
             retention.check(request)
         await self._hash(request)

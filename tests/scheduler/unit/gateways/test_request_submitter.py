@@ -92,6 +92,17 @@ async def test_only_equal_embeddings_share_blocks() -> None:
     assert len(set(hashes)) == 4
 
 
+async def test_the_answers_of_a_request_share_the_memory_of_their_embeddings() -> None:
+    submitter = make_submitter()
+    session = submitter.sessions.open_call("gateway")
+    for handle, data in enumerate((bytes(640), bytes(640), bytes(656))):
+        await submitter.submit(session, embedded(handle, data))
+    one, same, longer = (request.prompt_embeds for request in submitter.engine.changes.arrivals)
+    assert one is same
+    assert longer is not None
+    assert longer.num_tokens == 41
+
+
 async def test_a_request_that_is_hashed_when_a_drain_begins_is_refused() -> None:
     """An open client's session would otherwise stay at the drained replica."""
     submitter = make_submitter()
