@@ -1,7 +1,6 @@
 """Writes the float32 model that equals a quantized model, for comparison with transformers."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -26,10 +25,8 @@ def rounded_to_int8(weight: Floats) -> Floats:
     return np.rint(weight / np.where(step == 0, 1, step)) * step
 
 
-def save_dequantized(
-    directory: Path, to: Path, dequantized: Callable[[Floats], Floats] = rounded_to_int8
-) -> Path:
-    """Copies a model directory, and applies `dequantized` to the weights of its projections. An
+def save_dequantized(directory: Path, to: Path) -> Path:
+    """Copies a model directory, and rounds the weights of its projections to int8. An
     output head that is tied to the embedding becomes a separate tensor. Returns `to`.
     """
     shutil.copytree(directory, to)
@@ -38,7 +35,7 @@ def save_dequantized(
         tensors[HEAD] = tensors[EMBEDDING].copy()
         edit_config(to, tie_word_embeddings=False)
     changed = {
-        name: dequantized(tensor).astype(np.float32) if is_projection(name) else tensor
+        name: rounded_to_int8(tensor).astype(np.float32) if is_projection(name) else tensor
         for name, tensor in tensors.items()
     }
     save_file(changed, to / "model.safetensors", metadata={"format": "pt"})

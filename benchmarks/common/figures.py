@@ -66,15 +66,13 @@ def percentile_interval(
 
 
 def percentile_ratio_interval(
-    these: Iterable[float], those: Iterable[float], percent: float, confidence: float = 0.95
+    these: Iterable[float], those: Iterable[float], percent: float
 ) -> tuple[float, float]:
-    """The confidence interval of the percentile of `these` divided by the same percentile of
-    `those`. It combines two intervals that each miss the true value half as often as `confidence`
-    permits (Bonferroni).
+    """The 95 % confidence interval of the percentile of `these` divided by the percentile of
+    `those`. It combines two intervals of 97.5 % (Bonferroni).
     """
-    each = 1 - (1 - confidence) / 2
-    least, most = percentile_interval(these, percent, each)
-    least_of_those, most_of_those = percentile_interval(those, percent, each)
+    least, most = percentile_interval(these, percent, 0.975)
+    least_of_those, most_of_those = percentile_interval(those, percent, 0.975)
     return least / most_of_those, most / least_of_those if least_of_those else math.inf
 
 

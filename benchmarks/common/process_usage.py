@@ -26,9 +26,9 @@ class Usage:
     num_files: int
 
 
-def usage_of(pid: int, proc: Path = Path("/proc")) -> Usage:
+def usage_of(pid: int) -> Usage:
     """The current usage of a process. Raises OSError if it has ended."""
-    process = proc / str(pid)
+    process = Path(f"/proc/{pid}")
     memory = _kib_fields((process / "smaps_rollup").read_text())
     return Usage(
         rss=memory["Rss"] * _KIB,
@@ -38,10 +38,10 @@ def usage_of(pid: int, proc: Path = Path("/proc")) -> Usage:
     )
 
 
-def is_running(pid: int, proc: Path = Path("/proc")) -> bool:
+def is_running(pid: int) -> bool:
     """Whether the process exists, has not ended, and is not stopped by a signal."""
     try:
-        stat = (proc / str(pid) / "stat").read_text()
+        stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return False
     return stat.rpartition(")")[2].split()[0] not in ("T", "t", "Z", "X")

@@ -139,9 +139,9 @@ def _is_cluster_node(node: RedisServer) -> bool:
     return b"cluster_state:ok" in node.ask("CLUSTER", "INFO")
 
 
-def eventually(holds: Callable[[], bool], seconds: float = _SECONDS) -> None:
-    """Blocks until the condition holds. Raises TimeoutError if that takes longer than `seconds`."""
-    end = time.monotonic() + seconds
+def eventually(holds: Callable[[], bool]) -> None:
+    """Blocks until `holds()` is true. Raises TimeoutError after `_SECONDS`."""
+    end = time.monotonic() + _SECONDS
     while not holds():
         if time.monotonic() > end:
             raise TimeoutError("the expected condition did not become true in time")

@@ -78,14 +78,13 @@ class Injection:
     """A rule that injects a fault.
 
     The first `num_spared` messages to which the fault applies are forwarded unchanged. The fault is
-    injected into the next `num_times` of these messages.
+    injected into the next one.
     """
 
-    def __init__(self, fault: Fault, num_spared: int = 0, num_times: int = 1) -> None:
+    def __init__(self, fault: Fault, num_spared: int = 0) -> None:
         self.fault = fault
         self.has_happened = asyncio.Event()
         self._num_spared = num_spared
-        self._num_left = num_times
         self._held: bytes | None = None
 
     async def passed_on(self, lane: Lane, message: bytes) -> list[bytes]:
@@ -94,13 +93,12 @@ class Injection:
         if self._held is not None:
             held, self._held = self._held, None
             return [message, held]
-        wrong = self._wrong(message) if self._num_left else None
+        wrong = self._wrong(message) if not self.has_happened.is_set() else None
         if wrong is None:
             return [message]
         if self._num_spared:
             self._num_spared -= 1
             return [message]
-        self._num_left -= 1
         self.has_happened.set()
         if self.fault.change == "late":
             await asyncio.sleep(LATE_SECONDS)

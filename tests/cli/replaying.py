@@ -28,13 +28,11 @@ async def crowd(gateway: Gateway, num_tokens: int = 24) -> None:
         )
 
 
-async def live_log(
-    path: Path, disturb: Disturbance, *, num_blocks: int = 31, **settings: Any
-) -> Path:
+async def live_log(path: Path, disturb: Disturbance, **settings: Any) -> Path:
     """Writes the log of a replica with more requests than fit in its pool. `disturb` is called
     while the requests run. Returns `path`.
     """
-    worker = FakeWorker(num_blocks=num_blocks, max_model_len=100)
+    worker = FakeWorker(num_blocks=31, max_model_len=100)
     async with serving_replica(worker, step_log=path, **settings) as replica:
         async with gateway_of(replica) as gateway:
             await crowd(gateway)

@@ -33,15 +33,13 @@ NAMES = ("a", "b", "c")
 class BusyPools:
     """Publishes random events of three pools in one RedisDirectory, a hundred times a second."""
 
-    def __init__(
-        self, url: str, times: WriterTimes = WRITER, names: tuple[str, ...] = NAMES
-    ) -> None:
+    def __init__(self, url: str, times: WriterTimes = WRITER) -> None:
         self.writer = RedisDirectory(RedisConnection(url), times)
-        self.held: dict[str, dict[BlockHash, None]] = {name: {} for name in names}
+        self.held: dict[str, dict[BlockHash, None]] = {name: {} for name in NAMES}
         self.slowest_publish_seconds = 0.0
         self._rng = random.Random(5)
-        self._sequences = dict.fromkeys(names, 0)
-        for name in names:
+        self._sequences = dict.fromkeys(NAMES, 0)
+        for name in NAMES:
             config = PoolConfig(1000, (FULL,), fingerprint=FINGERPRINT, node=name)
             self.writer.open(PoolId(name), 1, config)
         self._task = asyncio.create_task(self._run())

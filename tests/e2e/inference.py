@@ -100,16 +100,12 @@ async def generate_all(
 
 
 async def greedy_answers(
-    stack: Stack,
-    prompts: Sequence[list[int]],
-    num_tokens: int,
-    victim: str | None = None,
-    hit_at: int = 20,
+    stack: Stack, prompts: Sequence[list[int]], num_tokens: int, victim: str | None = None
 ) -> list[list[int]]:
     """The tokens of greedy answers to prompts that are sent at once. If a service `victim` is
-    given, it is killed when the first answer has `hit_at` tokens.
+    given, it is killed when the first answer has 20 tokens.
     """
     requests = [request(prompt, num_tokens) for prompt in prompts]
     hit = None if victim is None else partial(stack.hit, victim)
-    answers = await generate_all(stack.grpc, requests, hit, hit_at)
+    answers = await generate_all(stack.grpc, requests, hit, 20)
     return [answer.token_ids for answer in answers]

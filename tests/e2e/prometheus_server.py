@@ -71,8 +71,8 @@ class Prometheus:
     def until_firing(self, *names: str, seconds: float = 60) -> None:
         wait_for(lambda: set(names) <= self.firing(), seconds, _LOOK_AGAIN_SECONDS)
 
-    def until_calm(self, *names: str, seconds: float = 60) -> None:
-        wait_for(lambda: not set(names) & self.firing(), seconds, _LOOK_AGAIN_SECONDS)
+    def until_calm(self, *names: str) -> None:
+        wait_for(lambda: not set(names) & self.firing(), 60, _LOOK_AGAIN_SECONDS)
 
     def is_ready(self) -> bool:
         try:

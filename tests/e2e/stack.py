@@ -161,13 +161,13 @@ class Stack:
         """Sends a signal to a service, by default SIGKILL, which simulates a crash."""
         os.kill(self.pids()[service], signum)
 
-    def wait_until_back(self, service: str, killed_pid: int, seconds: float = 60) -> None:
+    def wait_until_back(self, service: str, killed_pid: int) -> None:
         """Waits until a killed service runs again and the gateway has a ready replica."""
 
         def back() -> bool:
             return self.pids().get(service, killed_pid) != killed_pid and self.healthy()
 
-        wait_for(back, seconds)
+        wait_for(back, 60)
 
     def healthy(self) -> bool:
         try:

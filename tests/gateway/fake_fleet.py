@@ -97,7 +97,6 @@ class FakeFleet:
     def __init__(
         self,
         num_replicas: int = 2,
-        tokenizer_fingerprint: bytes = b"",
         policy: str = "least-loaded",
         max_load_delta: int = MAX_LOAD_DELTA,
         max_num_queued_tokens: int | None = None,
@@ -115,7 +114,7 @@ class FakeFleet:
             make_policy(policy, parts),
             resubmit_timeout_seconds=RESUBMIT_TIMEOUT_SECONDS,
             migrate_after_seconds=MIGRATE_AFTER_SECONDS,
-            tokenizer_fingerprint=tokenizer_fingerprint,
+            tokenizer_fingerprint=b"",
             nanos=lambda: int(1e9 * self.clock.time()),
             max_num_queued_tokens=max_num_queued_tokens,
         )

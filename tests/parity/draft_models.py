@@ -16,9 +16,9 @@ from services.worker.core.step import NewRequest, StepInput
 from services.worker.core.worker import Worker
 
 
-def save_perturbed(model: Path, directory: Path, amount: float = 0.01) -> Path:
+def save_perturbed(model: Path, directory: Path) -> Path:
     """Saves a copy of a model with noise on its matrices, small enough that most greedy tokens do
-    not change. The noise has `amount` times the standard deviation of each matrix.
+    not change. The noise has a hundredth of the standard deviation of each matrix.
     """
     shutil.copytree(model, directory)
     random = torch.Generator().manual_seed(5)
@@ -26,7 +26,7 @@ def save_perturbed(model: Path, directory: Path, amount: float = 0.01) -> Path:
     for name, tensor in tensors.items():
         if tensor.dim() > 1:
             noise = torch.randn(tensor.shape, generator=random)
-            tensors[name] = (tensor + amount * tensor.std() * noise).to(tensor.dtype)
+            tensors[name] = (tensor + 0.01 * tensor.std() * noise).to(tensor.dtype)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 

@@ -70,17 +70,17 @@ class TracedStory(Story):
         self.tracer.planned(plan)
         return plan
 
-    def complete(self, plan: SchedulerOutput, seconds: float = 1.0) -> None:
-        self.wait(seconds)
+    def complete(self, plan: SchedulerOutput) -> None:
+        self.wait(1)
         output = self.model.run_plan(plan)
-        timed = ModelRunnerOutput(output.token_ids, execute_nanos=round(0.9 * seconds * SECOND))
+        timed = ModelRunnerOutput(output.token_ids, execute_nanos=round(0.9 * SECOND))
         update = self.scheduler.update_from_output(plan, timed)
         if plan.requests or plan.removed_rows:
             self.tracer.done(plan, update)
 
-    async def watched_step(self, seconds: float = 1.0) -> SchedulerOutput:
+    async def watched_step(self) -> SchedulerOutput:
         plan = await self.plan()
-        self.complete(plan, seconds)
+        self.complete(plan)
         return plan
 
     async def to_the_end(self) -> None:

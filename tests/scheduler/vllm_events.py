@@ -183,10 +183,10 @@ def decode(payload: bytes) -> Sequence[BlockStored | BlockRemoved | AllBlocksCle
     return batch.events
 
 
-async def pool_hashes(pool_address: str, pool_id: str = "replica-0") -> dict[int, set[int]]:
+async def pool_hashes(pool_address: str) -> dict[int, set[int]]:
     async with open_channel(pool_address) as channel:
         stub = kvpool_pb2_grpc.KVPoolStub(channel)
-        watching = stub.WatchEvents(kvpool_pb2.WatchEventsRequest(pool_id=pool_id))
+        watching = stub.WatchEvents(kvpool_pb2.WatchEventsRequest(pool_id="replica-0"))
         snapshot = await watching.read()
         watching.cancel()
     assert snapshot.snapshot

@@ -50,10 +50,10 @@ def measure_limits(kernels: Kernels) -> Limits:
     return Limits(flops, _STREAM_BYTES / seconds)
 
 
-def fastest(work: Callable[[], object], seconds: float = _SECONDS) -> float:
-    """Repeats `work` for `seconds`, at least twice. Returns the shortest duration in seconds."""
+def fastest(work: Callable[[], object]) -> float:
+    """Repeats `work` for `_SECONDS`, at least twice. Returns the shortest duration in seconds."""
     taken: list[float] = []
-    end = time.perf_counter() + seconds
+    end = time.perf_counter() + _SECONDS
     while len(taken) < 2 or time.perf_counter() < end:
         begun = time.perf_counter()
         work()

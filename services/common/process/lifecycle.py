@@ -89,10 +89,10 @@ def run_service(
     _end(0)
 
 
-def end_at_once(sentence: str, status: int = 1) -> NoReturn:
-    """Ends the process with one sentence on standard error, even if threads are blocked."""
+def end_at_once(sentence: str) -> NoReturn:
+    """Ends the process with status 1 and a sentence on standard error, even if threads block."""
     complain(sentence)
-    _end(status)
+    _end(1)
 
 
 def _end(status: int) -> NoReturn:

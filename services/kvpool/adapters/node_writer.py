@@ -10,7 +10,8 @@ keys in Redis and the formats of their values.
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Generator, Sequence
+import time
+from collections.abc import Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -93,7 +94,6 @@ class NodeWriter:
         redis: RedisConnection,
         times: WriterTimes,
         counts: WriterCounts,
-        clock_micros: Callable[[], int],
     ) -> None:
         self.generation = generation
         self.node = config.node
@@ -103,7 +103,6 @@ class NodeWriter:
         self._redis = redis
         self._times = times
         self._counts = counts
-        self._clock_micros = clock_micros
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._epoch = 0
@@ -191,7 +190,8 @@ class NodeWriter:
         )
         # Redis repeats values of the counter after a flush or a restart from an old dump, so an
         # epoch number also contains the time. The counter distinguishes epochs of one microsecond.
-        self._epoch = self._clock_micros() << _COUNTER_BITS | number % (1 << _COUNTER_BITS)
+        micros = time.time_ns() // 1000
+        self._epoch = micros << _COUNTER_BITS | number % (1 << _COUNTER_BITS)
         self._sequence = 0
         self._log_id = _text(newest[0][0]) if newest else "0-0"
         cached, self._digest = self.changes.restart(), self.changes.digest

@@ -3,8 +3,7 @@ for Redis, because each pool has a task that writes the recorded events.
 """
 
 import asyncio
-import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
 from services.common.pool.ids import PoolId
@@ -17,16 +16,10 @@ from services.kvpool.core.pool_config import PoolConfig
 class RedisDirectory:
     """An EventSink with a writer for each pool."""
 
-    def __init__(
-        self,
-        redis: RedisConnection,
-        times: WriterTimes | None = None,
-        clock_micros: Callable[[], int] = lambda: time.time_ns() // 1000,
-    ) -> None:
+    def __init__(self, redis: RedisConnection, times: WriterTimes | None = None) -> None:
         self.counts = WriterCounts()
         self._redis = redis
         self._times = times or WriterTimes()
-        self._clock_micros = clock_micros
         self._writers: dict[PoolId, NodeWriter] = {}
         self._ending: set[asyncio.Task[None]] = set()
 
@@ -51,9 +44,7 @@ class RedisDirectory:
                 return
             is_replaced = before.node == config.node
             self._spawn(before.stop() if is_replaced else before.leave(has_successor=True))
-        writer = NodeWriter(
-            generation, config, self._redis, self._times, self.counts, self._clock_micros
-        )
+        writer = NodeWriter(generation, config, self._redis, self._times, self.counts)
         self._writers[pool_id] = writer
         writer.start()
 

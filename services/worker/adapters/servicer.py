@@ -37,17 +37,11 @@ _Context = grpc.aio.ServicerContext[worker_pb2.ExecuteRequest, worker_pb2.Execut
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     """Refuses calls with UNAVAILABLE until `open` is called. Then runs one stream at a time."""
 
-    def __init__(
-        self,
-        compute: ComputeThread,
-        tracing: Tracing,
-        metrics: WorkerMetrics,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, compute: ComputeThread, tracing: Tracing, metrics: WorkerMetrics) -> None:
         self._compute = compute
         self._tracing = tracing
         self._metrics = metrics
-        self._lease = Lease("worker", LEASE_GRACE_SECONDS, clock)
+        self._lease = Lease("worker", LEASE_GRACE_SECONDS, time.monotonic)
         self._worker: Worker | None = None
         self._seen_generation = 0
         self._stream: StepStream | None = None

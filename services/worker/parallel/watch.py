@@ -55,11 +55,11 @@ class Watch:
             self._on_broken(reported)
         return reported
 
-    def explain(self, error: GroupBroken, patience_seconds: float = 0.5) -> GroupBroken:
-        """Reports a failure. First waits up to `patience_seconds` for a message that another rank
-        has ended, which would be the cause.
+    def explain(self, error: GroupBroken) -> GroupBroken:
+        """Reports a failure. First waits up to half a second for a message that another rank has
+        ended, which would be the cause.
         """
-        self._is_broken.wait(patience_seconds)
+        self._is_broken.wait(0.5)
         return self.report(error)
 
     def close(self, *, is_stopped: bool = False) -> None:

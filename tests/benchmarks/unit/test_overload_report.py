@@ -28,12 +28,10 @@ def quiet(*first_token_millis: float) -> Sent:
     return Sent(num, num, num, first_token_millis=list(first_token_millis))
 
 
-def result(
-    *, unloaded: Sent, beside_flood: Sent, flooded: Sent, peak: int = 1000, beside: int = 800
-) -> Result:
+def result(*, unloaded: Sent, beside_flood: Sent, flooded: Sent, beside: int = 800) -> Result:
     """A flood in which 1400 requests of the flooding tenant are done in 20 s."""
     return Result(
-        peak=Sent(num_done_in_time=peak),
+        peak=Sent(num_done_in_time=1000),
         peak_beside_flood=Sent(num_done_in_time=beside),
         unloaded=unloaded,
         unloaded_beside_flood=beside_flood,

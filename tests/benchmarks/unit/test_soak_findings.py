@@ -25,13 +25,11 @@ def complaint(usages: list[Usage], warm_up_seconds: float = 0) -> str:
     return finding.complaint
 
 
-def noisy(slope_mb_per_hour: float, noise_mb: float = 2.0) -> list[Usage]:
+def noisy(slope_mb_per_hour: float) -> list[Usage]:
     """The memory of a process over 20 minutes: a linear slope with random noise."""
     draw = Random(7)
     return [
-        replace(
-            FLAT, rss=int(FLAT.rss + (slope_mb_per_hour * n / 720 + draw.gauss(0, noise_mb)) * MB)
-        )
+        replace(FLAT, rss=int(FLAT.rss + (slope_mb_per_hour * n / 720 + draw.gauss(0, 2)) * MB))
         for n in range(240)
     ]
 

@@ -15,8 +15,8 @@ def total(blocks: BlockMap) -> int:
     return num_free + blocks.num_held + blocks.num_shared
 
 
-def map_of(pool: KVPool, max_cells: int = 100) -> BlockMap:
-    blocks = block_map(pool.block_use(), max_cells)
+def map_of(pool: KVPool) -> BlockMap:
+    blocks = block_map(pool.block_use(), 100)
     assert total(blocks) == pool.config.num_blocks - 1
     held = pool.config.num_blocks - 1 - pool.num_free_blocks
     assert blocks.num_held + blocks.num_shared == held

@@ -85,15 +85,15 @@ def stages(directory: Path) -> Iterator[StagedRunner]:
         yield running
 
 
-def prompt_of(generation: int, number: int, length: int = 4) -> StepInput:
-    tokens = ints(*range(5, 5 + length))
+def prompt_of(generation: int, number: int) -> StepInput:
+    tokens = ints(5, 6, 7, 8)
     return StepInput(
         generation,
         number,
         ints(number),
-        ints(length),
+        ints(4),
         ints(0),
-        new_requests=(NewRequest(number, tokens, length, GREEDY, (ints(number + 1),)),),
+        new_requests=(NewRequest(number, tokens, 4, GREEDY, (ints(number + 1),)),),
         last_token_ids=tokens[-1:],
     )
 

@@ -4,7 +4,7 @@ Steps are recorded only while clients request them, and for `WATCHED_SECONDS` af
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain, islice
 
 import grpc
@@ -40,9 +40,8 @@ _STATES: dict[RequestStatus, "scheduler_pb2.RequestState.ValueType"] = {
 class WatchedSteps:
     """Records the latest steps, while a client requests them."""
 
-    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self) -> None:
         self.is_on = False
-        self._monotonic = monotonic
         self._watched_until = 0.0
         self._begun_nanos = 0
         self._open: dict[int, scheduler_pb2.StepActivity] = {}
@@ -50,14 +49,14 @@ class WatchedSteps:
 
     def after(self, step: int) -> list[scheduler_pb2.StepActivity]:
         """The recorded steps after number `step`. Continues to record for `WATCHED_SECONDS`."""
-        self._watched_until, self.is_on = self._monotonic() + WATCHED_SECONDS, True
+        self._watched_until, self.is_on = time.monotonic() + WATCHED_SECONDS, True
         if not self._done or self._done[-1].step < step:
             step = 0  # the client's number is from an earlier scheduler process
         return [done for done in self._done if done.step > step or not step]
 
     def begin(self) -> None:
         """Called before a step is planned. Stops recording if no client requests steps any more."""
-        if self._monotonic() <= self._watched_until:
+        if time.monotonic() <= self._watched_until:
             self._begun_nanos = time.time_ns()
         else:
             self.is_on = False

@@ -17,14 +17,12 @@ from tests.cli.virtual_time import LoopClock, run
 
 class FakeServer:
     """Answers each request after the seconds that `latency` returns for the request's number. If
-    the seconds are negative, the request fails. With `serial`, requests are answered one after
-    another. `bodies` are the received bodies, in order.
+    the seconds are negative, the request fails. `bodies` are the received bodies, in order.
     """
 
-    def __init__(self, latency: Callable[[int], float], *, serial: bool = False) -> None:
+    def __init__(self, latency: Callable[[int], float]) -> None:
         self.bodies: list[dict[str, Any]] = []
         self._latency = latency
-        self._turn = asyncio.Semaphore(1 if serial else 10**6)
 
     def encode(self, fields: dict[str, Any], output_len: int) -> bytes:
         return json.dumps({**fields, "max_tokens": output_len}).encode()
@@ -33,9 +31,8 @@ class FakeServer:
         now = asyncio.get_running_loop().time
         record.sent = now()
         self.bodies.append(json.loads(request))
-        async with self._turn:
-            latency = self._latency(record.number)
-            await asyncio.sleep(abs(latency))
+        latency = self._latency(record.number)
+        await asyncio.sleep(abs(latency))
         if latency < 0:
             record.failure = Failure("http 500")
             return None

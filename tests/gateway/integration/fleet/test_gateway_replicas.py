@@ -13,9 +13,9 @@ from tests.gateway.serving import Serving, serving, until
 from tests.gateway.streams import PROMPT, Stream, expected
 
 
-def not_ready(scheduler: FakeScheduler, reason: str = "the pool is away") -> None:
+def not_ready(scheduler: FakeScheduler) -> None:
     scheduler.permits = 0
-    scheduler.set_state(ready=False, reason=reason)
+    scheduler.set_state(ready=False, reason="the pool is away")
 
 
 def ready(scheduler: FakeScheduler) -> None:

@@ -47,8 +47,8 @@ def test_a_body_cannot_be_larger_than_a_message_to_a_replica(model: Path) -> Non
         parse_settings(GatewaySettings, "gateway", [*flags, str(MAX_MESSAGE_BYTES + 1)], {})
 
 
-async def answer_to(served: Serving, *pieces: bytes, seconds: float = 60.0) -> bytes:
-    async with connected(served) as (reader, writer), asyncio.timeout(seconds):
+async def answer_to(served: Serving, *pieces: bytes) -> bytes:
+    async with connected(served) as (reader, writer), asyncio.timeout(60):
         for piece in pieces:
             writer.write(piece)
             await asyncio.sleep(0.01)

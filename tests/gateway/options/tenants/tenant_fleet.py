@@ -46,9 +46,9 @@ def tenants_at(world: FakeFleet, name: str = "a") -> str:
     return "".join(inflight.request.caller.caller_id for inflight in world.has(name))
 
 
-def schedule_all(world: FakeFleet, name: str = "a") -> None:
-    replica = world.replicas[name]
-    for inflight in world.has(name):
+def schedule_all(world: FakeFleet) -> None:
+    replica = world.replicas["a"]
+    for inflight in world.has("a"):
         replica.admitted(world.handle(replica, inflight), 0)
 
 

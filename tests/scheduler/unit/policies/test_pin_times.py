@@ -48,12 +48,12 @@ def test_of_equal_times_the_smallest_is_taken() -> None:
     assert best_time(deque([1.0]), 1.0) == 0.0
 
 
-def optimal(seconds_per_token: float = 0.01) -> OptimalTimes:
-    """Pin times for a model that, by default, computes 100 prompt tokens in a second."""
+def optimal() -> OptimalTimes:
+    """Pin times for a model that computes 100 prompt tokens in a second."""
     costs = StepCosts()
     for number in range(1, 20):
         costs.observe(number, number, 1e-6)
-        costs.observe(1, 1001, 1e-6 + 1000 * seconds_per_token)
+        costs.observe(1, 1001, 1e-6 + 10)
     return OptimalTimes(costs, 1000)
 
 

@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from services.common.errors import Unauthenticated
 from services.common.keys.api_keys import KeyState, key_id_of, time_text
@@ -23,12 +23,7 @@ class ApiKeys(Access):
     """
 
     def __init__(
-        self,
-        plain: Sequence[str],
-        store: KeyStore | None = None,
-        *,
-        share_cache: bool = False,
-        unix_seconds: Callable[[], float] = time.time,
+        self, plain: Sequence[str], store: KeyStore | None = None, *, share_cache: bool = False
     ) -> None:
         super().__init__()
         self._share_cache = share_cache
@@ -36,7 +31,6 @@ class ApiKeys(Access):
         self._plain: dict[str, Caller] = {}
         self.set_plain(plain)
         self._store = store
-        self._unix_seconds = unix_seconds
         self.needs_key = bool(plain) or isinstance(plain, FileItems) or store is not None
 
     def set_plain(self, plain: Sequence[str]) -> None:
@@ -91,7 +85,7 @@ class ApiKeys(Access):
         return known.tenant
 
     def _check_state(self, known: KnownKey) -> None:
-        match known.record.state(self._unix_seconds()):
+        match known.record.state(time.time()):
             case KeyState.REVOKED:
                 raise Unauthenticated("this API key was revoked", reason="REVOKED_API_KEY")
             case KeyState.EXPIRED:
