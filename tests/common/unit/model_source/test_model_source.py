@@ -1,9 +1,7 @@
 """A model is found by its directory or by its hub name, in the cache or by download."""
 
 import json
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -12,8 +10,8 @@ from huggingface_hub import constants
 from services.common.model_source.errors import ModelSourceError
 from services.common.model_source.find import find_model, find_model_files, model_name
 from services.common.model_source.hub import HubName, needed_files, parse_hub_name
+from tests.hub_server import COMMIT, Hub, running
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 OTHER = "1" * 40
 NAME = "Owner/Tiny-0.5B"
 CONFIG = json.dumps({"architectures": ["LlamaForCausalLM"]})
@@ -161,73 +159,35 @@ HUB = {
 }
 
 
-class Hub(BaseHTTPRequestHandler):
-    """The HTTP calls of the Hugging Face hub that a download of a model needs."""
-
-    status, code, files = 200, "", HUB
-
-    def do_GET(self) -> None:
-        name = self.path.rpartition("/")[2]
-        siblings = [{"rfilename": file} for file in self.files]
-        if self.path.startswith("/api/"):
-            described = {"id": NAME, "sha": COMMIT, "siblings": siblings, "private": False}
-            tree = [
-                {"type": "file", "path": file, "size": len(text), "oid": file}
-                for file, text in self.files.items()
-            ]
-            content = json.dumps(tree if "/tree/" in self.path else described)
-        else:
-            content = self.files[name]
-        body = content.encode()
-        self.send_response(self.status)
-        self.send_header("X-Error-Code", self.code)
-        self.send_header("X-Repo-Commit", COMMIT)
-        self.send_header("ETag", f'"{name}"')
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
-    handler = type("OwnHub", (Hub,), {})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    files = {name: text.encode() for name, text in HUB.items()}
+    with running(Hub({NAME: files})) as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
         monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", constants.ENDPOINT + "/{repo_id}/{filename}"
+            constants,
+            "HUGGINGFACE_CO_URL_TEMPLATE",
+            hub.url + "/{repo_id}/resolve/{revision}/{filename}",
         )
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield handler
-        server.shutdown()
-        thread.join()
+        yield hub
 
 
-def test_what_the_cache_lacks_is_fetched_once(
-    hub: type[Hub], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_the_cache_lacks_is_fetched_once(hub: Hub, capfd: pytest.CaptureFixture[str]) -> None:
     found = find_model(NAME)
     assert {file.name: file.read_text() for file in found.iterdir()} == {
         name: text for name, text in HUB.items() if name != "pytorch_model.bin"
     }
     assert f"fetching {NAME}: 3 files" in capfd.readouterr().err
-    hub.status = 500
+    hub.refusal = (500, "")
     assert find_model(NAME) == found
     assert model_name(found) == NAME
 
 
 @pytest.mark.parametrize("find", [find_model, find_model_files])
-def test_of_several_gguf_files_none_is_fetched(hub: type[Hub], find: Callable[[str], Path]) -> None:
+def test_of_several_gguf_files_none_is_fetched(hub: Hub, find: Callable[[str], Path]) -> None:
     """A model of the hub may have two dozen of them, with hundreds of gigabytes in total."""
-    hub.files = {"tiny-Q4_K_M.gguf": "weights", "tiny-Q8_0.gguf": "weights", "README.md": ""}
+    files = ("tiny-Q4_K_M.gguf", "tiny-Q8_0.gguf", "README.md")
+    hub.models[NAME] = dict.fromkeys(files, b"weights")
     with pytest.raises(ModelSourceError) as caught:
         find(NAME)
     assert str(caught.value) == (
@@ -245,10 +205,8 @@ def test_of_several_gguf_files_none_is_fetched(hub: type[Hub], find: Callable[[s
         (404, "RevisionNotFound", "Owner/Tiny-0.5B has no revision v9 on the hub"),
     ],
 )
-def test_a_refusal_of_the_hub_is_explained(
-    hub: type[Hub], status: int, code: str, problem: str
-) -> None:
-    hub.status, hub.code = status, code
+def test_a_refusal_of_the_hub_is_explained(hub: Hub, status: int, code: str, problem: str) -> None:
+    hub.refusal = (status, code)
     with pytest.raises(ModelSourceError) as caught:
         find_model(f"{NAME}@v9")
     assert problem in str(caught.value)
