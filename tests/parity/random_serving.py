@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from services.worker.core.model_runner import ModelRunner
-from services.worker.core.step import NewRequest, StepInput, StepOutput
+from services.worker.core.step import StepInput, StepOutput
 from tests.tiny_models import VOCAB_SIZE
 from tests.worker.runner_driver import Request, appended, ints
 
@@ -140,7 +140,7 @@ class RandomServing:
             if random.random() < 0.3:
                 cleared += [block for blocks in added for block in blocks]
             if is_new:
-                entering.append(self._new_request(request))
+                entering.append(request.as_new())
             elif any(added):
                 for group, blocks in enumerate(added):
                     grown[group].append((request.row, blocks))
@@ -235,19 +235,6 @@ class RandomServing:
         for table, blocks in zip(request.tables, added, strict=True):
             table.extend(blocks)
         return added
-
-    def _new_request(self, request: Request) -> NewRequest:
-        assert request.row is not None
-        embeds = request.embeds
-        return NewRequest(
-            row=request.row,
-            token_ids=ints(*request.tokens),
-            num_prompt_tokens=len(request.prompt),
-            sampling=request.sampling,
-            block_tables=tuple(ints(*table) for table in request.tables),
-            prompt_embeds=None if embeds is None else embeds.rest(request.num_computed),
-            num_placeholders=0 if embeds is None else embeds.num_tokens,
-        )
 
     def _take(
         self, chosen: list[Request], counts: list[int], drafted: list[list[int]], output: StepOutput

@@ -221,6 +221,20 @@ class Request:
     def finished(self) -> bool:
         return len(self.output) >= self.max_tokens
 
+    def as_new(self) -> NewRequest:
+        """The message with which a worker receives the request, which must have a row."""
+        assert self.row is not None
+        return NewRequest(
+            row=self.row,
+            token_ids=ints(*self.tokens),
+            num_prompt_tokens=len(self.prompt),
+            sampling=self.sampling,
+            block_tables=tuple(ints(*table) for table in self.tables),
+            prompt_embeds=None if self.embeds is None else self.embeds.rest(self.num_computed),
+            num_placeholders=0 if self.embeds is None else self.embeds.num_tokens,
+            adapter_digest=b"" if self.adapter is None else adapter_digest(self.adapter),
+        )
+
 
 class Driver:
     """Runs requests step by step. Blocks are allocated in a shuffled order, and block tables grow
@@ -258,7 +272,7 @@ class Driver:
             if request.row is None:
                 request.row = self._rows.pop(0)
                 request.prompt_rows.clear()
-                entering.append(self._new_request(request))
+                entering.append(request.as_new())
             elif any(added):
                 for group, blocks in enumerate(added):
                     grown[group].append((request.row, blocks))
@@ -361,21 +375,6 @@ class Driver:
 
     def _owned(self, table: list[int]) -> list[int]:
         return [block for block in table if block and block not in self.shared]
-
-    def _new_request(self, request: Request) -> NewRequest:
-        assert request.row is not None
-        return NewRequest(
-            row=request.row,
-            token_ids=ints(*request.tokens),
-            num_prompt_tokens=len(request.prompt),
-            sampling=request.sampling,
-            block_tables=tuple(ints(*table) for table in request.tables),
-            prompt_embeds=None
-            if request.embeds is None
-            else request.embeds.rest(request.num_computed),
-            num_placeholders=0 if request.embeds is None else request.embeds.num_tokens,
-            adapter_digest=b"" if request.adapter is None else adapter_digest(request.adapter),
-        )
 
     def _take(self, scheduled: Sequence[tuple[Request, int]], output: StepOutput) -> None:
         first = 0

@@ -123,16 +123,25 @@ async def test_a_step_may_be_larger_than_other_messages(worker: FakeWorker) -> N
         assert output.token_ids == []
 
 
-async def test_a_loss_before_all_are_open_is_not_reported_afterwards() -> None:
+@asynccontextmanager
+async def unopened_replica() -> AsyncIterator[tuple[FakeWorker, Rank, ReplicaClient]]:
+    """A worker, and a replica's connections to it and to a pool, which are not open yet."""
     worker, pool = FakeWorker(), Pool()
     address, pool_address = await worker.start(), await pool.start()
     settings = SchedulerSettings(kvpool=pool_address, workers=(address,))
-    losses: list[PoolLost | WorkersLost] = []
     async with open_channel(address) as channel, open_channel(pool_address) as pool_channel:
         rank = Rank(address, channel)
         group = WorkerGroup([rank], SECONDS, common_pb2.Owner())
         client = PoolClient(pool_channel, "pool", SECONDS)
         replica = ReplicaClient(client, group, partial(scheduler_config, settings))
+        yield worker, rank, replica
+        replica.close()
+    await pool.stop()
+
+
+async def test_a_loss_before_all_are_open_is_not_reported_afterwards() -> None:
+    losses: list[PoolLost | WorkersLost] = []
+    async with unopened_replica() as (worker, rank, replica):
         replica.watch(losses.append)
         num_attempts = 0
 
@@ -150,25 +159,14 @@ async def test_a_loss_before_all_are_open_is_not_reported_afterwards() -> None:
         assert (num_attempts, losses) == (2, [])
         await worker.stop()
         await eventually(lambda: len(losses) == 1)
-        replica.close()
-    await pool.stop()
 
 
 async def test_a_loss_between_opening_and_watching_is_reported() -> None:
     """At the start, the engine that watches is created after the opening."""
-    worker, pool = FakeWorker(), Pool()
-    address, pool_address = await worker.start(), await pool.start()
-    settings = SchedulerSettings(kvpool=pool_address, workers=(address,))
     losses: list[PoolLost | WorkersLost] = []
-    async with open_channel(address) as channel, open_channel(pool_address) as pool_channel:
-        rank = Rank(address, channel)
-        group = WorkerGroup([rank], SECONDS, common_pb2.Owner())
-        client = PoolClient(pool_channel, "pool", SECONDS)
-        replica = ReplicaClient(client, group, partial(scheduler_config, settings))
+    async with unopened_replica() as (worker, rank, replica):
         await replica.open()
         await worker.stop()
         await eventually(lambda: rank._call is None)
         replica.watch(losses.append)
         assert [type(lost) for lost in losses] == [WorkersLost]
-        replica.close()
-    await pool.stop()
