@@ -14,7 +14,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @dataclass
 class Hub:
-    """The models that the server has, its faults, and the requests that it received."""
+    """The models that the server has, its faults, and the requests that it has received."""
 
     models: dict[str, Mapping[str, bytes]]
     """The files of each model. They are the contents of the branch main and of COMMIT."""

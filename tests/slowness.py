@@ -13,7 +13,7 @@ _SCHEDULED = Path("/proc/thread-self/schedstat")
 
 
 def slowness() -> float:
-    """The time of a fixed computation, divided by that of a current server, but at least 1."""
+    """The time of a fixed computation divided by a current server's time, but at least 1."""
     return max(1.0, min(_taken(time.thread_time)) / _REFERENCE_SECONDS)
 
 

@@ -6,7 +6,7 @@ environment. In these, `{rank}` is replaced by the rank's number, for example in
 the health file, because its start and its steps wait for all other ranks.
 
 SIGTERM and SIGINT are sent on to all ranks. If one rank ends, all others are ended too. The exit
-status is that of the first rank that failed, or 0.
+status is the status of the first rank that failed, or 0.
 """
 
 import os

@@ -122,7 +122,7 @@ class Rendered:
 
     @property
     def services(self) -> set[str]:
-        """The services that the release has. The gateways may be those of another release."""
+        """The services that the release has. The gateways may belong to another release."""
         return set(SERVICES) - (
             {"gateway"} if self.values.get("gateway", {}).get("ofRelease") else set()
         )

@@ -158,8 +158,8 @@ def serve_behind_prefix_hits(served: Served, block_size: int) -> None:
     model, build, requests = served
     prompt = requests[-1].prompt
     first = Request(prompt, 4)
-    # The prompt of the first follower is that of `first`. The prompts of the second and third share
-    # 48 and 70 tokens with it.
+    # The first follower has the prompt of `first`. The prompts of the second and third share 48 and
+    # 70 tokens with it.
     followers = [
         Request(prompt, 16),
         Request([*prompt[:48], 9, 8, 7], 16),

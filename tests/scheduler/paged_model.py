@@ -122,7 +122,7 @@ class _Row(StoredTokens):
         return longer[len(self.token_ids) :]
 
     def proposals(self, num_tokens: int) -> list[int]:
-        """Drafts for the row. From the first one that the grammar refuses on, they are -1."""
+        """Drafts for the row. From the first draft that the grammar refuses on, drafts are -1."""
         drafts = [
             token_id if is_right(len(self.token_ids), index) else token_id + 1
             for index, token_id in enumerate(self.continuation(num_tokens))

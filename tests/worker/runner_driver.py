@@ -198,7 +198,7 @@ class Request:
 
     `num_computed` includes the tokens of a prefix hit. `embeds` replace the first tokens of the
     prompt. Log-probabilities are stored in order of positions. When the request resumes after a
-    preemption, those of the prompt are replaced.
+    preemption, the prompt's log-probabilities are replaced.
     """
 
     prompt: list[int]

@@ -1,4 +1,4 @@
-"""Checks that clients' streams of text go on unchanged while a deployment is broken or changed.
+"""Checks that clients' streams of text continue unchanged while a deployment is broken or changed.
 
 The streams first run once undisturbed. Then, for each trial:
 
@@ -32,8 +32,8 @@ class Check:
         self._num_replicas = 0
 
     def run(self, trials: Sequence[Trial]) -> int:
-        """Runs the trials. Returns the number of trials that went wrong. Raises CommandError if the
-        streams fail undisturbed.
+        """Runs the trials. Returns the number of failed trials. Raises CommandError if the streams
+        fail undisturbed.
         """
         self._check_undisturbed()
         return sum([self._goes_wrong(trial) for trial in trials])

@@ -140,8 +140,8 @@ class RedisConnection:
 
 @asynccontextmanager
 async def _timeout(seconds: float) -> AsyncIterator[None]:
-    """Like asyncio.timeout, but when the time is over, lets the event loop run _LAST_TURNS more
-    times. So a reply that arrived while the event loop was busy is not late.
+    """Like asyncio.timeout, but runs the event loop _LAST_TURNS more times after the time is over.
+    So a reply that arrived while the event loop was busy is not late.
     """
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(None) as limit:

@@ -44,8 +44,8 @@ _SHARED = frozenset(
 
 
 def further_models(settings: GatewaySettings) -> list[GatewaySettings]:
-    """Returns the settings of each model in the file `further_models`. All other settings are those
-    of the process. Raises SettingError, which names the model's number and the field.
+    """Returns the settings of each model in the file `further_models`. All other settings have the
+    process's values. Raises SettingError, which names the model's number and the field.
     """
     if settings.further_models is None:
         return []

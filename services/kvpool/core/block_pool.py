@@ -17,7 +17,7 @@ from services.kvpool.core.retained_contexts import RetainingFreeQueue
 
 @lru_cache(maxsize=1)
 def _block_ids(num_blocks: int) -> Sequence[BlockId]:
-    """The ids of all blocks except the null block. Pools of equal size share them in memory."""
+    """The ids of all blocks except the null block. Pools of equal size share one list in memory."""
     return tuple(map(BlockId, range(1, num_blocks)))
 
 

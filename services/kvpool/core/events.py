@@ -1,6 +1,6 @@
 """Events of hashes that enter or leave the prefix index. MatchPrefix, WatchEvents and the directory
 in Redis are computed from these events. Gateways use WatchEvents or the directory to choose
-replicas. The names are those of vLLM's KV events. An event does not name a block's parent. Hashes
+replicas. They have the names of vLLM's KV events. An event does not name a block's parent. Hashes
 are chained, so that the hashes of a prompt suffice to find its cached prefix.
 """
 

@@ -41,7 +41,7 @@ class PoolStats:
 
 class KVPool:
     """A pool from one opening to the next (a generation). It allocates blocks, but does not decide
-    which requests get them. Only `transact` changes it. The rules are those of vLLM V1's KV-cache
+    which requests get them. Only `transact` changes it. Follows the rules of vLLM V1's KV-cache
     manager. Not thread-safe.
     """
 

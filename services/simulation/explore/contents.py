@@ -66,7 +66,7 @@ def wrong_blocks(
 
 
 def _are_wrong(keys: Any, hashes: Sequence[bytes]) -> list[bool]:
-    """Whether the keys of each block (a row) are not those of the block's hash."""
+    """Whether the keys of each block (a row) differ from the keys of the block's hash."""
     if not hashes:
         return []
     wanted = np.frombuffer(b"".join(map(_tokens_of.__getitem__, hashes)), np.int32)

@@ -1,6 +1,6 @@
 """The client's side of gRPC over the simulated network (`network`).
 
-Channels and calls, their statuses, deadlines and cancellation are those of grpc.aio. Only the
+Channels and calls, with their statuses, deadlines and cancellation, behave as in grpc.aio. Only the
 objects of gRPC's core that grpc.aio uses are replaced: AioChannel by MemoryCore, and _AioCall by
 MemoryCall. Messages are bytes.
 """

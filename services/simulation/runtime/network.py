@@ -175,7 +175,7 @@ class Pipe:
         target: Process,
         context: contextvars.Context | None = None,
     ) -> None:
-        """Messages arrive in `context`, by default that of the target."""
+        """Messages arrive in `context`, by default the target's context."""
         self._network = network
         self.source = source
         self.target = target

@@ -11,7 +11,7 @@ By default nothing is bound in two cases. On a machine with a single node all me
 near, and the operating system can move threads away from processors that other processes use. Under
 a CPU quota, containers that cannot see each other would bind their threads to the same cores.
 
-The values of the setting are those of vLLM's VLLM_CPU_OMP_THREADS_BIND.
+The setting has the same values as vLLM's VLLM_CPU_OMP_THREADS_BIND.
 """
 
 import os

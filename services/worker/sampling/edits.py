@@ -213,7 +213,7 @@ class _Mark:
 
     @property
     def next_token_id(self) -> int:
-        """The token of the mark that comes next, after the part with which the stream ends."""
+        """The next token of the mark, after the part of the mark with which the stream ends."""
         return self._token_ids[self._num_matched]
 
     def completed_by(self, token_id: int) -> bool:

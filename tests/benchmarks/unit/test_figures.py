@@ -44,7 +44,7 @@ def test_a_percentile_is_one_of_the_values() -> None:
 def test_an_interval_of_the_median_is_that_of_the_sign_test(
     num_values: int, ranks: tuple[int, int]
 ) -> None:
-    """The expected ranks are those of published tables of the sign test."""
+    """The expected ranks are from published tables of the sign test."""
     assert percentile_interval(range(1, num_values + 1), 50) == ranks
 
 

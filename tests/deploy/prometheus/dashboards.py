@@ -65,7 +65,7 @@ def panels_of(path: Path) -> list[dict[str, Any]]:
 
 
 def _steps(panel: dict[str, Any], ref_id: str) -> tuple[tuple[float | None, str], ...]:
-    """The thresholds of a query: those of its column in a table, else those of the panel."""
+    """The thresholds of a query: the thresholds of its table column, or else of the panel."""
     found = panel["fieldConfig"]["defaults"].get("thresholds", {"steps": []})
     for override in panel["fieldConfig"]["overrides"]:
         if override["matcher"]["options"] == f"Value #{ref_id}":

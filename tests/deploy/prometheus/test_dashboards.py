@@ -1,4 +1,4 @@
-"""Dashboards are well formed, and their thresholds are those of the alerts."""
+"""Dashboards are well formed, and have the thresholds of the alerts."""
 
 import json
 import math

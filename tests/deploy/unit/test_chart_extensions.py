@@ -132,7 +132,7 @@ def _backends_of_paths(rule: Object) -> list[Object]:
 
 
 def _end_of(release: Rendered, backend: Object) -> str:
-    """The name of the gateway's port to which a backend's connections go."""
+    """The name of the gateway's port that receives a backend's connections."""
     kind = backend.get("kind", "Service")
     (target,) = (o for o in release.of(kind) if o["metadata"]["name"] == backend["name"])
     if kind == "InferencePool":

@@ -298,8 +298,8 @@ async def test_a_log_keeps_two_periods_of_snapshots(server, redis, gateway):
     await right_again(pools, gateway)
     await asyncio.sleep(1.5)
     length = await redis.call(lambda client: client.xlen(KEYS.log))
-    # Three pools write at most 100 entries a second each. The log keeps those of 0.4 s, and Redis
-    # trims it only by whole nodes of 100 entries.
+    # Three pools write at most 100 entries a second each. The log keeps the entries of 0.4 s, and
+    # Redis trims it only by whole nodes of 100 entries.
     assert 20 < length < 300 + 120
     assert gateway.reader.counts.gaps == 0
     await pools.close()

@@ -114,7 +114,7 @@ async def test_preempted_and_beside_others_each_answer_is_the_one_that_it_is_alo
 async def test_answers_go_on_when_a_service_is_killed(
     service: str, demo_replicas: Stack, http: httpx.AsyncClient
 ) -> None:
-    """If the scheduler is killed, the answers go on at the other replica."""
+    """If the scheduler is killed, the answers continue at the other replica."""
 
     def both_are_ready() -> bool:
         listed = http_get(f"{demo_replicas.url}/status").json()["replicas"]

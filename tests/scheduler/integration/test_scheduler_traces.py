@@ -63,7 +63,7 @@ async def traces(request: pytest.FixtureRequest) -> AsyncIterator[Traces]:
             await gateway.say(
                 keep=scheduler_pb2.KeepTrace(request_id="slow", traceparent=SLOW_TRACEPARENT)
             )
-            # Messages are read in order: when this request is answered, the one before was read.
+            # Messages are read in order: when this request is answered, the previous one was read.
             await gateway.add(4, prompt(9), sampling=sampling(1))
             await gateway.finish(4)
             await gateway.close()

@@ -131,7 +131,7 @@ def test_tables_of_several_groups_are_told_apart() -> None:
 
 class WirePool:
     """A `KVPool` that encodes and decodes all operations and outcomes. Compares the outcomes with
-    those of an in-process pool.
+    the outcomes of an in-process pool.
     """
 
     def __init__(self, core: KVPool, twin: InProcessPool) -> None:

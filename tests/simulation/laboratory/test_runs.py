@@ -91,7 +91,8 @@ def test_waste_counts_what_was_evicted() -> None:
 
 
 def test_an_evicted_context_is_loaded_from_the_tier() -> None:
-    # The pool has 15 blocks. The first program fills 12, of which the second one's 14 evict 11.
+    # The pool has 15 blocks. The first program fills 12 blocks. The second program needs 14 blocks,
+    # and evicts 11 of them.
     first = program(1, 0.0, (200, 1, 0.0), (8, 1, 100.0))
     with_tier = replace(setup(num_blocks=16), tier=TierSize(40, seconds_per_block=0.5))
     run = simulate(with_tier, [first, program(2, 30.0, (220, 1, 0.0))])

@@ -1,4 +1,6 @@
-"""Matrix products by emulated tile instructions have the same bits as those of a model in NumPy."""
+"""Matrix products by emulated tile instructions have the same bits as the products of a model in
+NumPy.
+"""
 
 import numpy as np
 import pytest

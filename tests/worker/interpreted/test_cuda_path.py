@@ -1,5 +1,5 @@
-"""Runs the worker's code for CUDA without a GPU, and compares its tokens with those of a worker on
-the CPU.
+"""Runs the worker's code for CUDA without a GPU, and compares its tokens with the tokens of a
+worker on the CPU.
 
 The code includes xFormers' kernel, decodes over static buffers of bucket sizes, sampling on the
 device, tokens that stay on the device, and two steps in flight. In place of replaying a CUDA graph,

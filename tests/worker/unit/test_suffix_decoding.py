@@ -1,4 +1,4 @@
-"""Drafts of suffix trees equal those of a reference that counts all occurrences of strings."""
+"""Drafts of suffix trees equal the drafts of a reference that counts all occurrences of strings."""
 
 import json
 import re

@@ -3,7 +3,7 @@
 from services.common.telemetry.metric_specs.spec import Source, Specs
 
 _specs = Specs(Source.EVERY)
-# The first six metrics and their help texts are those of Prometheus' client library.
+# The first six metrics have the names and help texts of Prometheus' client library.
 PROCESS_CPU_SECONDS = _specs.counter(
     "process_cpu_seconds", "seconds", "Total user and system CPU time spent in seconds."
 )

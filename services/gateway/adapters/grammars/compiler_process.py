@@ -41,8 +41,8 @@ class CompilerProcess:
     def __init__(
         self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int] = ()
     ) -> None:
-        """The arguments are those of GrammarCompiler. Raises ValueError as GrammarCompiler does,
-        and Unavailable if the process cannot start.
+        """Has the arguments of GrammarCompiler. Raises ValueError as GrammarCompiler does, and
+        Unavailable if the process cannot start.
         """
         try:
             self._process = subprocess.Popen(

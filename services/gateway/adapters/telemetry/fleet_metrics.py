@@ -65,7 +65,7 @@ class FleetMetrics:
     async def of_one_model(
         self, hidden_labels: Sequence[str], *, exemplars: bool
     ) -> Sequence[bytes]:
-        """Returns the text of this gateway, and those of the model's replicas."""
+        """Returns the texts of this gateway and of the model's replicas."""
         links = self._links.all()
         texts = await asyncio.gather(
             *(link.metrics({"replica": link.address}, exemplars=exemplars) for link in links)

@@ -97,8 +97,8 @@ class Generation:
 
     def close(self, unread: Sequence[tuple[int, Delta]] = ()) -> None:
         """Aborts unfinished sequences. If the answer is not shared, generated tokens that were not
-        read are added to the usage: those in the mailbox, and those of `unread`, which were taken
-        from it. Idempotent.
+        read are added to the usage: the tokens in the mailbox, and the tokens in `unread`, which
+        were removed from the mailbox. Idempotent.
         """
         if self.mailbox is not None:
             if self.source is None:

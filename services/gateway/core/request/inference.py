@@ -111,7 +111,9 @@ class Inference:
         caller.check_model(self.model_name)
 
     def names(self) -> list[str]:
-        """Returns the names that a request may have: the model's, and those of its adapters."""
+        """Returns the model names that a request may have: the model's name and its adapters'
+        names.
+        """
         return [self.model_name, *(adapter.name for adapter in self.adapters)]
 
     def _names_for(self, caller: Caller) -> str:

@@ -158,7 +158,7 @@ def _source_of(model_type: str, name: str) -> str | None:
 
 @cache
 def _tables() -> dict[str, dict[str, tuple[str, ...]]]:
-    """Maps names of transformers' tables to the tables, which map model types to class names."""
+    """The tables of transformers, by name. Each maps model types to class names."""
     file = _package() / "models" / "auto" / "modeling_auto.py"
     return dict(_read_tables(ast.parse(file.read_text(encoding="utf-8"))))
 

@@ -26,7 +26,7 @@ class SimulatedCache:
     """A PagedAttention with one page, [2, num_blocks, tokens of the largest block]. KV-cache groups
     with smaller blocks leave the end of each block unused.
 
-    A group stores the numbers of its first layer, from which those of its other layers are
+    A group stores the numbers of its first layer, from which the numbers of its other layers are
     computed. Therefore the sums do not depend on the division into groups.
     """
 

@@ -1,4 +1,4 @@
-"""Percentiles, means and standard deviations, compared with those of numpy."""
+"""Percentiles, means and standard deviations, compared with numpy's results."""
 
 import numpy as np
 import pytest

@@ -250,7 +250,7 @@ class Base:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extended(Base):
-    """Settings of one service, which extend those of all services."""
+    """Settings of one service, which extend the settings of all services."""
 
     port: int = with_default(Base, "port", 7)
     special: str = setting(doc="what only this one has")

@@ -1,4 +1,6 @@
-"""If clients disconnect or schedulers die, no token is lost, and ended requests leave nothing."""
+"""If clients disconnect or schedulers die, no token is lost, and ended requests leave no state
+behind.
+"""
 
 import asyncio
 import json

@@ -199,6 +199,6 @@ class KeyedGateway:
 
 
 async def settle() -> None:
-    """Runs 30 iterations of the event loop, in which all tasks get as far as they can."""
+    """Runs 30 iterations of the event loop, so that all tasks run until they wait for something."""
     for _ in range(30):
         await asyncio.sleep(0)

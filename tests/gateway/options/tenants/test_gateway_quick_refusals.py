@@ -1,5 +1,5 @@
 """A full gateway refuses requests in the HTTP connection, when it has read only their headers.
-These quick refusals must equal those of the ASGI application.
+These quick refusals must equal the ASGI application's refusals.
 """
 
 import asyncio

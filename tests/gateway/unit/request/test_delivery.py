@@ -1,4 +1,4 @@
-"""What a sink receives when the tokens of an answer are delivered to it."""
+"""Delivery of an answer's tokens to a sink."""
 
 import asyncio
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""What the gateway does if a message of a scheduler is wrong. The tests change each field of a
+"""The gateway's behaviour if a scheduler sends a wrong message. The tests change each field of a
 message in several ways.
 """
 

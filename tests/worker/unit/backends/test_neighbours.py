@@ -73,8 +73,8 @@ def bits(outputs: torch.Tensor) -> torch.Tensor:
 
 
 def outputs(native, case: Case, kept: KVCacheDtype, value: float | None) -> torch.Tensor:
-    """The outputs of all tokens except those of SPOILED. If `value` is not None, it replaces all
-    numbers of SPOILED and the initial contents of all pages.
+    """The outputs of all tokens except the tokens in SPOILED. If `value` is not None, it replaces
+    all numbers of SPOILED and the initial contents of all pages.
     """
     torch.manual_seed(4)
     sequences = Sequences([300] * len(STEPS[0]), case.block_size)

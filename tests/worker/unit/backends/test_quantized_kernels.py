@@ -1,4 +1,4 @@
-"""Products of quantized weights equal those of the dequantized weights in double precision."""
+"""Products of quantized weights equal products of the dequantized weights in double precision."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Rotary frequencies equal those of transformers, for both formats of the settings."""
+"""Rotary frequencies equal transformers' frequencies, for both formats of the settings."""
 
 import json
 from pathlib import Path

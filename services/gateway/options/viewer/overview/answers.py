@@ -17,8 +17,8 @@ class ListedAlert(Answer):
 
 
 class ListedTenant(Answer):
-    """A tenant's sequences at this gateway. Tokens are those of requests that ended in the last
-    minute, except tokens of cached prompts. `share_of_minute` is the tenant's fraction of the
+    """A tenant's sequences at this gateway. Counts tokens of requests that ended in the last
+    minute, without tokens of cached prompts. `share_of_minute` is the tenant's fraction of the
     tokens of all tenants.
     """
 

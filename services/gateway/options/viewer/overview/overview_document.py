@@ -114,7 +114,7 @@ def _refusals(store: SeriesStore) -> list[Document]:
 
 
 def _processes(store: SeriesStore) -> list[Document]:
-    """Lists the gateway's process, then those of each replica, with their certificates."""
+    """Lists the gateway's process, then each replica's processes, with their certificates."""
     releases = {_process(labels): dict(labels) for labels in store.vector("stepwell_build_info")}
     certificates: dict[tuple[str, ...], list[Document]] = {}
     left = store.vector("stepwell_tls_certificate_seconds_left")

@@ -43,7 +43,7 @@ class DueTimes:
         """When a turn's conversation is due: `_PATIENCE` times the expected time of its remaining
         turns after it began. The time is proportional to the tokens that must be computed for these
         turns, including `num_lost_tokens`, which are tokens of the context. If programs have only
-        one turn, a conversation is due when it begins, so that the order is that of arrival.
+        one turn, a conversation is due when it begins, so that requests are ordered by arrival.
         """
         if not (self.have_later_turns and self.turn_tokens):
             return turn.began
