@@ -76,7 +76,9 @@ gc.disable()
 
 
 def servers_of(nodeid: str) -> str | None:
-    """The key in SERVERS of the process for a test or directory. None if tests only compute."""
+    """The name of the process that runs a test or directory, from SERVERS. None for tests without
+    servers.
+    """
     return next((name for name, paths in SERVERS.items() if nodeid.startswith(paths)), None)
 
 

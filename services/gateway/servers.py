@@ -193,7 +193,7 @@ def grpc_server(models: Sequence[Parts], max_connections: int) -> GrpcServer:
         options={
             "grpc.max_receive_message_length": settings.max_message_bytes,
             "grpc.max_allowed_incoming_connections": max_connections,
-            # One connection may have all streams that the gateway allows.
+            # A single connection may use all streams that the gateway allows in total.
             "grpc.max_concurrent_streams": max_streams,
             "grpc.max_connection_idle_ms": _GRPC_IDLE_MILLISECONDS,
             # Time limits for a connection's handshake, and for the client's acknowledgement of the

@@ -1,5 +1,5 @@
-"""A bench for tests of the scheduler's engine (the loop that plans and sends steps). Its ports are
-fakes, and tests name requests.
+"""A bench for tests of the scheduler's engine (the loop that plans and sends steps). The engine's
+ports are fakes, and tests identify requests by names.
 """
 
 import asyncio

@@ -2,7 +2,7 @@
 
 The value that the cache stores for a position is a digest of the sequence up to it. Before
 sampling, the model reads through the block tables every position that its layers see, and fails if
-a position has not the value of this sequence. So a block that was wrongly shared, published too
+a position has another value than this sequence's. So a block that was wrongly shared, published too
 early, freed too early or not recomputed is detected at the first token that depends on it. With
 speculation the model proposes drafts. Values of rejected drafts remain stored until they are
 overwritten.

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Choices:
-    """Choices decoded from bytes, one byte each. After the last byte, every choice is its first
+    """Choices decoded from bytes, one byte each. If no bytes are left, every choice is the first
     option.
 
     Hypothesis draws a whole world as a few byte strings, which is much faster than one draw for

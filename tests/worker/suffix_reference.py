@@ -30,7 +30,7 @@ NUM_FORGOTTEN = 4
 def suffix_trees(
     rules: SuffixRules = RULES, max_bytes: int = MAX_RESPONSE_BYTES
 ) -> NativeSuffixDecoding:
-    """Compiled suffix decoding. If it cannot be compiled, skips the test."""
+    """Compiled suffix decoding. Skips the test if the code cannot be compiled."""
     return NativeSuffixDecoding(_library(), rules, max_bytes)
 
 

@@ -1,5 +1,5 @@
 """Tracing over OTLP if an endpoint is set. Otherwise nothing is traced. Sampling is parent-based.
-The service where a trace begins decides at random, with a configured probability. Later services
+The first service of a trace samples it at random, with a configured probability. Later services
 follow the flag in the W3C `traceparent` of their messages. An unsampled trace context is sent as an
 empty string, so that it costs later services one comparison.
 """

@@ -75,7 +75,9 @@ class LoraRows:
 
 
 class Delta(Protocol):
-    """What a step's adapters add to one projection, which the same kernels must have created."""
+    """The sum of a step's adapters in one projection. The same kernels must have created the
+    projection.
+    """
 
     def added_to(self, product: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Adds the deltas of x [n, in] to the product [n, out], which may be overwritten."""

@@ -89,10 +89,10 @@ class ComputedProfile:
     """A device, described by the numbers of its data sheet.
 
     A step takes the sum of three times. It reads all weights once, and for each decoding request
-    the keys and values of the request's context, at `bandwidth_efficiency` of the bandwidth. It
-    computes two operations for each weight and token at `compute_efficiency` of the speed. For
-    requests with several tokens it also computes four operations for each element of a query and
-    each token of its context.
+    the keys and values of the request's context, at `bandwidth_efficiency` of the bandwidth. The
+    step computes two operations for each weight and token, at `compute_efficiency` of the speed.
+    For requests with several tokens it also computes four operations for each element of a query
+    and each token of the query's context.
     """
 
     memory_bytes: int

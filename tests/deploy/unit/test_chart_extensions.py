@@ -1,4 +1,4 @@
-"""What the values add to the Helm chart's objects and pods, and ways into its gateways."""
+"""Values that extend the Helm chart's objects and pods, and its Ingresses and HTTPRoutes."""
 
 from tests.deploy.rendered import Object, Rendered
 

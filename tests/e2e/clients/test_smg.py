@@ -184,7 +184,7 @@ def test_log_probabilities_are_those_of_our_gateway(
 
 
 def test_smg_cuts_the_text_at_a_stop_string(client: openai.OpenAI, demo_stack: Stack) -> None:
-    """The scheduler produces tokens, not text. So it is told that smg applies the stop strings."""
+    """The scheduler produces tokens, not text, so a flag allows stop strings, which smg applies."""
     whole = client.completions.create(
         model=demo_stack.model, prompt="class Point:", max_tokens=24, temperature=0
     ).choices[0]

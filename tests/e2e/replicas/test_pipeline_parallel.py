@@ -205,7 +205,7 @@ async def test_a_stage_that_dies_or_stops_comes_back_as_a_new_generation(
     assert f"worker-{1 - stage} died: exit status 1" in lines
     assert f"stepwell worker: rank {stage} has ended" in lines
     assert "requests are computed again" in lines
-    # The tier of both stages is lost. The new processes fill and read a new one.
+    # The tier of both stages is lost. The new processes fill and read a new tier.
     again = await answers_after_a_reset(staged)
     assert [a.token_ids for a in again] == [a.token_ids for a in undisturbed]
 

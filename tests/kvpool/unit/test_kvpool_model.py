@@ -53,7 +53,7 @@ MIN_OPERATIONS = 10_000
 
 
 class Choices:
-    """Choices decoded from bytes, one byte each. After the last byte, every choice is its first
+    """Choices decoded from bytes, one byte each. If no bytes are left, every choice is the first
     option.
 
     Hypothesis draws one byte string for each transaction instead of dozens of values. So thousands

@@ -61,7 +61,9 @@ def _copy_to(tree: Path) -> Path:
 
 
 def _search(tree: Path, seeds: range) -> tuple[int | None, str]:
-    """Runs `seeds` in `tree` up to the first failure. Returns its seed and first printed line."""
+    """Runs `seeds` in `tree` up to the first failure. Returns the failed seed and its output's
+    first line.
+    """
     start, of_seed = _MAX_PROCESSOR_SECONDS
     limit = f"--cpu={start + of_seed * len(seeds)}"
     command = ["prlimit", limit, sys.executable, "-m", "services.cli", "explore"]

@@ -122,7 +122,7 @@ def test_without_drafts_tokens_are_computed_once_they_fill_a_block(directory: Pa
     step(runner, 8, 0)
     assert model.take() == []
     assert step(runner, 9, 2) == 3
-    # Both drafts were accepted. The last one's position, 11, is the last one of its block.
+    # Both drafts were accepted. The last draft's position, 11, is the last position of its block.
     assert model.take() == [[8, 9], [10], [11]]
 
 

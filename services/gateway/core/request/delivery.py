@@ -51,9 +51,10 @@ class Delivery:
     def __init__(
         self, generation: Generation, engine: Source, sink: Sink, min_tokens: int = 1
     ) -> None:
-        """The first tokens of a sequence are put at once. Later tokens are put when there are at
-        least `min_tokens` of them, or earlier together with other output. If the request has stop
-        strings, tokens are put as soon as they arrive, since each may be the last.
+        """The first tokens of a sequence are put into the sink at once. Later tokens follow in
+        groups of at least `min_tokens`, or earlier together with other output. If the request has
+        stop strings, every token is put into the sink as soon as it arrives, since it may be the
+        last.
         """
         self._min_tokens = 1 if generation.request.stop else min_tokens
         self._generation = generation

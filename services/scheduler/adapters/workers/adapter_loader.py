@@ -100,8 +100,8 @@ class AdapterLoader:
         await self._load(adapter, lambda: False)
 
     async def reload(self) -> None:
-        """Loads all adapters again, because workers are new. If this raises StepwellError, because
-        a worker is lost, it must be called again.
+        """Loads all adapters again, because workers were restarted. If a worker is lost meanwhile,
+        this raises StepwellError and must be called again.
         """
         for adapter in [*self._loaded.values(), *self._loading.values()]:
             kept = [*self._loaded, *self._loading]

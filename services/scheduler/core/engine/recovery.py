@@ -109,12 +109,12 @@ class Recovery:
             self.losses.made_progress()
 
     def begin_trial(self) -> None:
-        """Lets only requests be admitted that the fault search selects. No request may run."""
+        """Restricts admission to the requests that the fault search selects. No request may run."""
         if (trial := self._search.trial()) != self.scheduler.queues.admitted_only:
             self.scheduler.admit_only(trial)
 
     def change_trial(self) -> None:
-        """Preempts all requests, then lets only requests be admitted that the search selects."""
+        """Preempts all requests, and restricts admission to requests that the search selects."""
         preempted = self.scheduler.preempt_all()
         self.observer.preempted(preempted, PreemptionCause.FAULT_SEARCH)
         self.begin_trial()

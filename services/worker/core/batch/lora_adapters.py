@@ -59,7 +59,9 @@ class LoraAdapters:
         return not self._loaded.keys() >= wanted
 
     def of_step(self, step: StepInput) -> dict[int, PackedLora]:
-        """Does the same as `find_adapters`, with the adapters that are loaded."""
+        """Maps rows of new requests to their loaded adapters. Raises InvalidStep if one is not
+        loaded.
+        """
         return find_adapters(step, self._loaded)
 
 

@@ -113,8 +113,8 @@ def test_steps_of_workers_that_do_not_measure_are_planned_at_once() -> None:
 
 
 def test_only_steps_that_were_planned_while_another_ran_tell_anything() -> None:
-    """The first step after an idle time arrives long after the step before has ended, which says
-    nothing about the times of planning.
+    """The first step after an idle time arrives long after the previous step has ended, but not
+    because it was planned too late.
     """
     clock = PlanningClock()
     run_steps(clock, MIN_STEPS, 30 * MILLI)

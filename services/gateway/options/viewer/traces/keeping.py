@@ -34,7 +34,8 @@ class TraceServicer(trace_service_pb2_grpc.TraceServiceServicer):
 
 class StoreExporter(SpanExporter):
     """Adds the gateway's own spans to the trace store. Encodes all spans of a request together when
-    the request's span is recorded, which is the last. This costs half as much as single spans.
+    the request's own span, the last one, is recorded. This costs half as much as encoding each span
+    by itself.
     """
 
     def __init__(self, store: TraceStore) -> None:

@@ -13,9 +13,9 @@ from services.scheduler.core.request import Request
 
 @dataclass(frozen=True, slots=True)
 class ExternalMatch:
-    """How many tokens can be loaded after a prefix hit in the KV cache. If `is_async` is true, they
-    are loaded between steps, while the request waits. Otherwise the request's first step loads
-    them.
+    """The number of tokens that can be loaded after a prefix hit in the KV cache. If `is_async` is
+    true, the tokens are loaded between steps, while the request waits. Otherwise the request's
+    first step loads them.
     """
 
     num_tokens: int
