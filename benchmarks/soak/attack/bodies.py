@@ -8,6 +8,12 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 _USER = {"role": "user", "content": "a"}
 
 
+def _called(num_calls: int) -> dict[str, Any]:
+    """An assistant's turn with calls whose arguments are no JSON object."""
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a":'}}
+    return {"role": "assistant", "content": "", "tool_calls": [call] * num_calls}
+
+
 def _bodies() -> dict[str, tuple[str, Callable[[], Any]]]:
     """Maps the name of each costly body to its path and to a function that builds the body."""
     ids, text = list(range(5, 300)) * 400, {"prompt": "a", "max_tokens": 8}
@@ -26,6 +32,16 @@ def _bodies() -> dict[str, tuple[str, Callable[[], Any]]]:
             CHAT,
             lambda: {
                 "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 4_900}]
+            },
+        ),
+        "calls": (CHAT, lambda: {"messages": [_called(1_900)]}),
+        "developers after a long text": (
+            CHAT,
+            lambda: {
+                "messages": [
+                    _USER | {"content": "xy" * 1_900_000},
+                    *[{"role": "developer", "content": "xyxyxyxyxyz"}] * 40,
+                ]
             },
         ),
         "variables": (

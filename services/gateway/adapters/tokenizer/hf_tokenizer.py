@@ -194,8 +194,9 @@ class HfTokenizer:
 
         texts = [text for message in messages for text in texts_of(message["content"])]
         size = _CHARACTERS_OF_MESSAGE * len(messages) + sum(map(len, texts))
-        # Variables and tools can make rendering slow even if the messages are short.
-        if variables or tools or self._chat.variables:
+        # Variables, tools and calls can make rendering slow even if the messages are short.
+        has_calls = any("tool_calls" in message for message in messages)
+        if variables or tools or has_calls or self._chat.variables:
             size += _INLINE_CHARACTERS
         try:
             return await self._off_loop(size, work)

@@ -1,6 +1,7 @@
 """Conversations that clients send back, with our messages and the fields that packages add."""
 
 import json
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,6 +16,7 @@ from services.gateway.adapters.http.openai.responses.bodies import ResponsesBody
 from services.gateway.adapters.http.openai.responses.items import turns_of
 from services.gateway.adapters.tokenizer.hf_tokenizer import HfTokenizer, load_tokenizer
 from tests.gateway.tiny_tokenizer import write_tokenizer
+from tests.slowness import slowness
 
 
 def joined(turns: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -244,6 +246,27 @@ async def test_no_argument_is_lost_in_a_template(
         variables={},
     )
     assert rendered == prompt
+
+
+@pytest.mark.parametrize(("text", "num_calls"), [("", 20_000), ("xy" * 1_900_000, 32)])
+async def test_calls_are_rendered_and_looked_for_in_another_thread(
+    tokenizer: HfTokenizer, text: str, num_calls: int
+) -> None:
+    tokenizer._tokenizer.chat_template = _EACH.replace("%s", TEMPLATES["either"])
+    [turn] = chat(called("xyxyxyxyxyxyz"))
+    turns = [
+        {"role": "user", "content": text},
+        {**turn, "tool_calls": turn["tool_calls"] * num_calls},
+    ]
+    began = time.thread_time()
+    await render_turns(
+        tokenizer,
+        turns,
+        add_generation_prompt=False,
+        continue_final_message=False,
+        variables={},
+    )
+    assert time.thread_time() - began < 0.02 * slowness()
 
 
 # How models' chat templates write a developer's turn: as any role, not at all (Qwen), and not with

@@ -2,6 +2,7 @@
 objects, others as texts. Many templates have no role `developer`.
 """
 
+import asyncio
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -37,7 +38,8 @@ async def render_turns(tokenizer: Tokenizer, turns: Turns, **options: Any) -> st
                 raise
             errors.append(error)
             continue
-        if holds_all(prompt, texts):
+        # In a thread, because the search of a long prompt may take a second.
+        if not texts or await asyncio.to_thread(holds_all, prompt, texts):
             return prompt
         prompts.append(prompt)
     if not prompts:
