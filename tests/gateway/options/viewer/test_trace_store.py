@@ -109,6 +109,16 @@ def test_a_request_is_found_by_its_ids() -> None:
         assert store.find(name) is None, name
 
 
+def test_an_id_that_is_the_beginning_of_another_is_another_request() -> None:
+    store = TraceStore(max_traces=8, max_bytes=10_000)
+    store.add("aa", request("cmpl-10"))
+    store.add("bb", request("cmpl-1"))
+    for name in ("cmpl-10", "10", "cmpl-10-0"):
+        found = store.find(name)
+        assert found is not None, name
+        assert found.trace_id == "aa", name
+
+
 def test_a_minute_has_so_many_traces_and_as_many_at_once() -> None:
     now = 0.0
     sampler = AtMostPerMinute(ALWAYS_ON, 12, lambda: now)

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -186,6 +187,15 @@ async def test_the_slowest_and_what_a_list_showed_are_kept_though_they_are_not_s
         assert whole["time"]["line"].startswith(whole["spans"][0]["attributes"]["stepwell.time"])
         missing = await served.http.get(f"/traces/{fast[-1].json()['id']}")
         assert missing.status_code == 404
+
+
+async def test_the_id_of_a_request_may_contain_a_slash(model: Path) -> None:
+    async with keeping(model) as (served, _):
+        headers = {"X-Request-Id": "run/7"}
+        answer = await served.http.post("/v1/completions", json=BODY, headers=headers)
+        for name in (answer.json()["id"], "run/7"):
+            read = await served.http.get(f"/traces/{quote(name, safe='')}")
+            assert read.json()["request_id"] == "cmpl-run/7"
 
 
 async def test_calls_that_are_never_traced_take_no_place_of_those_that_are(model: Path) -> None:

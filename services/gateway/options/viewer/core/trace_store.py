@@ -166,8 +166,9 @@ def _keep_newest(ids: dict[str, None], trace_id: str, most: int) -> None:
 
 def is_called(request_id: str, name: str) -> bool:
     """Whether `name` identifies a request. `name` may be `request_id`, the client's own id (the end
-    of `request_id`), or the id of one of the request's sequences (which starts with `request_id`).
+    of `request_id`), or the id of one of the request's sequences (`request_id`-NUMBER).
     """
     if not request_id:
         return False
-    return request_id == name or request_id.endswith(f"-{name}") or name.startswith(request_id)
+    is_end = request_id.endswith(f"-{name}")
+    return request_id == name or is_end or name.startswith(f"{request_id}-")

@@ -76,7 +76,7 @@ class TraceRoutes:
     def routes(self) -> Sequence[Route]:
         return (
             Route(TRACES, self.traces, answers.Traces, query=TracesQuery, errors=(400,)),
-            Route(f"{TRACES}/{{name}}", self.trace, answers.Trace, errors=(404,)),
+            Route(f"{TRACES}/{{name:path}}", self.trace, answers.Trace, errors=(404,)),
         )
 
     async def traces(self, request: Request) -> Response:
