@@ -120,6 +120,30 @@ async def test_a_trailer_does_not_count_as_a_header(served: Serving):
     assert b"of-the-trailer" not in answer
 
 
+JAVA = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAEAAEAAAAIAAAAB")
+"""The headers by which Java's HttpClient offers HTTP/2 in each request without TLS."""
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+@pytest.mark.parametrize("cut", [1, 2**20])
+async def test_a_request_that_offers_an_upgrade_is_read_whole(
+    served: Serving, is_chunked: bool, cut: int
+):
+    body = json.dumps(BODY).encode()
+    head = post_head("/v1/completions", len(body), *JAVA)
+    if is_chunked:
+        head = head.replace(b"Content-Length: %d" % len(body), b"Transfer-Encoding: chunked")
+        body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    last = post("/v1/completions", json.dumps(BODY).encode(), "Connection: close")
+    request = head + body + head + body + last
+    async with connected(served) as (reader, writer), asyncio.timeout(60):
+        for at in range(0, len(request), cut):
+            writer.write(request[at : at + cut])
+            await asyncio.sleep(0)
+        answers = await reader.read()
+    assert answers.count(b"HTTP/1.1 200 OK") == 3
+
+
 async def test_what_is_no_http_is_refused(served: Serving):
     assert (await answer_to(served, b"\x16\x03\x01\x02\x00")).startswith(b"HTTP/1.1 400 ")
 

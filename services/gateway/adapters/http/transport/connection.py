@@ -34,6 +34,7 @@ MAX_HEADERS = 100
 _MAX_HEADER_BYTES = 64 * 1024
 MAX_PIPELINED = 8
 _KEY_HEADERS = (b"authorization", b"x-api-key")
+_FRAMING_HEADERS = (b"content-length", b"transfer-encoding")
 # After a refusal, the connection stays open for _REFUSAL_READ_SECONDS, so that the client can read
 # the answer. If the client sends more than _REFUSAL_UNREAD_BYTES, it is closed earlier.
 _REFUSAL_READ_SECONDS, _REFUSAL_UNREAD_BYTES = 1.0, 2**20
@@ -71,6 +72,8 @@ class GuardedConnection(SlicedProtocol):
         self._num_header_bytes = 0
         """Number of bytes of headers, or of trailers and chunk sizes since the last body byte."""
         self._num_body_bytes = 0
+        self._framing: list[bytes] = []
+        """The lines of the headers that determine the length of a body that the parser skips."""
         self._refusal: tuple[int, str] | None = None
         self._answered: RequestResponseCycle | None = None
         self._was_refused = False
@@ -156,26 +159,39 @@ class GuardedConnection(SlicedProtocol):
         self._connections.reader_timed_out()
         self.end()
 
-    # Methods that the parser calls. An exception in one of them ends the parsing.
+    # Methods that the parser calls. An exception in one of them ends the parsing. The methods for
+    # heads ignore calls in the stage BODY, which are about trailers, or about the head by which
+    # `_parse_skipped_body` prepares a parser.
 
     def on_message_begin(self) -> None:
+        if self._stage is _Stage.BODY:
+            return
         super().on_message_begin()
         self._stage = _Stage.HEADERS
         self._num_header_bytes = self._num_body_bytes = 0
         if len(self.pipeline) >= MAX_PIPELINED:
             self._raise(429, "too many requests before the answer to the first")
 
+    def on_url(self, url: bytes) -> None:
+        if self._stage is not _Stage.BODY:
+            super().on_url(url)
+
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._stage is _Stage.BODY:
-            return  # A trailer of a chunked body, which must not count as a header.
+            return
         super().on_header(name, value)
         if len(self.headers) > MAX_HEADERS:
             self._raise(431, f"there are more than {MAX_HEADERS} headers")
 
     def on_headers_complete(self) -> None:
+        if self._stage is _Stage.BODY:
+            return
         super().on_headers_complete()
         self._stage = _Stage.BODY
         self._num_header_bytes = 0
+        if self.parser.should_upgrade():
+            framing = (one for one in self.headers if one[0] in _FRAMING_HEADERS)
+            self._framing = [b"%b: %b\r\n" % header for header in framing]
         self._connections.became_busy(self)
 
     def on_body(self, body: bytes) -> None:
@@ -188,6 +204,8 @@ class GuardedConnection(SlicedProtocol):
             self.end()
 
     def on_message_complete(self) -> None:
+        if self._framing:
+            return
         super().on_message_complete()
         self._stage = _Stage.NOTHING
 
@@ -257,8 +275,12 @@ class GuardedConnection(SlicedProtocol):
         num_body_bytes = self._num_body_bytes
         try:
             self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            # Upgrades are not supported. The connection is closed after this request's answer.
+        except httptools.HttpParserUpgrade as upgrade:
+            # Upgrades are not supported.
+            if self._framing:
+                self._parse_skipped_body(data[upgrade.args[0] :])
+                return
+            # The connection is closed after this request's answer.
             self.cycle.keep_alive = False
             self._stage = _Stage.NOTHING
         except httptools.HttpParserError:
@@ -278,6 +300,17 @@ class GuardedConnection(SlicedProtocol):
             self._time(self._connections.limits.keep_alive_seconds, self._too_slow)
             self._connections.became_idle(self)
         self._watch()
+
+    def _parse_skipped_body(self, data: bytes) -> None:
+        """Parses the body of a request that offers an upgrade of the connection, as Java's client
+        does by default. `data` is the input after the request's head. httptools regards this input
+        as the new protocol's, so another parser continues after a head with the same framing.
+        """
+        head = b"".join((b"POST / HTTP/1.1\r\n", *self._framing, b"\r\n"))
+        self._framing = []
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.feed_data(head)
+        self.parse(data)
 
     def _raise(self, status: int, message: str) -> None:
         self._refusal = (status, message)
