@@ -172,8 +172,8 @@ class Choice:
             offsets.append(self._detokenizer.num_characters)
             text = "" if self._is_final(token) else self._detokenizer.feed((token,))
             stop = None
-            if self._stops is not None and self.num_output_tokens > self._min_tokens:
-                text, stop = self._stops.feed(text)
+            if self._stops is not None:
+                text, stop = self._stops.feed(text, may_end=self._may_stop)
             shown.append(text)
             self._parse(text, events)
             if stop is not None:
@@ -186,6 +186,11 @@ class Choice:
         if text:
             events += self._parser.feed(text)
         self.num_reasoning_tokens += self._parser.in_reasoning
+
+    @property
+    def _may_stop(self) -> bool:
+        """Whether a stop string that the last token completes ends the answer."""
+        return self.num_output_tokens > self._min_tokens
 
     def _is_final(self, token_id: int) -> bool:
         return (
@@ -210,7 +215,7 @@ class Choice:
         completes, or None.
         """
         text = self._detokenizer.flush()
-        if self._stops is None or self.num_output_tokens <= self._min_tokens:
+        if self._stops is None:
             return text, None
-        text, stop = self._stops.feed(text)
+        text, stop = self._stops.feed(text, may_end=self._may_stop)
         return text + self._stops.flush(), stop

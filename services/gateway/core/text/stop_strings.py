@@ -30,9 +30,10 @@ class StopStrings:
         self._states = [0] * len(stops.patterns)
         self._held = ""
 
-    def feed(self, text: str) -> tuple[str, str | None]:
+    def feed(self, text: str, *, may_end: bool = True) -> tuple[str, str | None]:
         """Adds text. Returns the text that can be shown, and the stop string that ended the text,
-        or None if the text has not ended.
+        or None if the text has not ended. If `may_end` is false, stop strings that are complete in
+        this text do not end it.
         """
         if not self._held and self._stops.first_characters.isdisjoint(text):
             return text, None
@@ -40,7 +41,7 @@ class StopStrings:
         self._held += text
         for place, character in enumerate(text, start=num_before + 1):
             stop = self._advance(character)
-            if stop is not None:
+            if stop is not None and may_end:
                 shown = self._held[: place if self._include else place - len(stop)]
                 self._held = ""
                 return shown, stop
@@ -83,9 +84,9 @@ class _Pattern:
         self._borders = [0]
 
     def next_state(self, state: int, character: str) -> int:
-        """Returns the state after one more character. The stop string must not be complete yet."""
+        """Returns the state after one more character."""
         text, borders = self.text, self._borders
-        while state and text[state] != character:
+        while state and (state == len(text) or text[state] != character):
             state = borders[state - 1]
         if text[state] == character:
             state += 1

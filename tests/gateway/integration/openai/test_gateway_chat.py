@@ -96,6 +96,16 @@ async def test_stop_strings_end_the_answer_and_abort_the_rest(served: Serving) -
     assert completion.choices[0].stop_reason == "lo wo"
 
 
+async def test_a_stop_string_may_begin_before_min_tokens(served: Serving) -> None:
+    served.scheduler.answer = served.tokens("the stop string, the hello world")
+    num_tokens = len(served.tokens("the stop string"))
+    for least in (0, num_tokens - 1):
+        body = {"prompt": "a", "max_tokens": 9, "stop": "top string", "min_tokens": least}
+        answer = (await served.http.post("/v1/completions", json=body)).json()
+        (choice,) = answer["choices"]
+        assert (choice["text"], choice["stop_reason"]) == ("the s", "top string"), least
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_answer_that_goes_round_in_circles_ends_in_vllms_words(
     served: Serving, stream: bool

@@ -10,22 +10,25 @@ from services.gateway.core.text.stop_strings import StopPatterns, StopStrings
 WORD = st.text("ab", min_size=1, max_size=4)
 
 
-def run(stops: list[str], pieces: list[str], *, include: bool = False) -> tuple[str, str | None]:
+def run(
+    stops: list[str], pieces: list[str], num_least: int = 0, *, include: bool = False
+) -> tuple[str, str | None]:
+    """Feeds the pieces. The first `num_least` pieces cannot end the text."""
     watcher = StopStrings(StopPatterns(stops), include=include)
     shown = ""
-    for piece in pieces:
-        text, stop = watcher.feed(piece)
+    for number, piece in enumerate(pieces):
+        text, stop = watcher.feed(piece, may_end=number >= num_least)
         shown += text
         if stop is not None:
             return shown, stop
     return shown + watcher.flush(), None
 
 
-def oracle(stops: list[str], text: str) -> tuple[str, str | None]:
-    """Finds the first position at which a stop string ends. Returns the text before the longest
-    stop string that ends there, and this stop string.
+def oracle(stops: list[str], text: str, first: int = 0) -> tuple[str, str | None]:
+    """Finds the first position after `first` at which a stop string ends. Returns the text before
+    the longest stop string that ends there, and this stop string.
     """
-    for end in range(1, len(text) + 1):
+    for end in range(first + 1, len(text) + 1):
         ended = [stop for stop in stops if text[:end].endswith(stop)]
         if ended:
             longest = max(ended, key=len)
@@ -33,9 +36,10 @@ def oracle(stops: list[str], text: str) -> tuple[str, str | None]:
     return text, None
 
 
-@given(st.lists(WORD, min_size=1, max_size=3), st.lists(WORD, max_size=12))
-def test_the_cut_of_the_text_does_not_matter(stops: list[str], pieces: list[str]):
-    assert run(stops, pieces) == oracle(stops, "".join(pieces))
+@given(st.lists(WORD, min_size=1, max_size=3), st.lists(WORD, max_size=12), st.integers(0, 4))
+def test_the_cut_of_the_text_does_not_matter(stops: list[str], pieces: list[str], num_least: int):
+    least = "".join(pieces[:num_least])
+    assert run(stops, pieces, num_least) == oracle(stops, "".join(pieces), len(least))
 
 
 @given(st.lists(WORD, min_size=1, max_size=3), st.lists(WORD, max_size=12))
@@ -53,6 +57,11 @@ def test_nothing_is_held_back_that_cannot_become_a_stop_string(stops: list[str],
 
 def test_a_stop_string_is_found_across_pieces():
     assert run(["STOP"], ["a S", "T", "OP b"]) == ("a ", "STOP")
+
+
+def test_it_may_begin_before_the_text_may_end():
+    assert run(["STOP"], ["a ST", "OP b"], 1) == ("a ", "STOP")
+    assert run(["STOP"], ["a STOP", " b STOP c"], 1) == ("a STOP b ", "STOP")
 
 
 def test_what_only_begins_like_one_is_shown_in_the_end():
