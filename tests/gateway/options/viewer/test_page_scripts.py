@@ -201,6 +201,7 @@ SHOWN_OVERVIEW = {
 
 CHAT = [
     ('{"error": {"message": "it is full"}}', "it is full"),
+    ('{"choices": [{"delta": {"reasoning": "let me see"}}]}', "let me see"),
     ('{"choices": [{"delta": {"content": "all is well"}}]}', "all is well"),
 ]
 """For each turn of a chat, the JSON of an event and the text that the page shows."""
@@ -263,4 +264,8 @@ async def test_the_scripts_of_the_page_draw_what_they_are_given(served: Serving)
                 await page.click("#chat-send")
             await page.wait_for_selector(f"#messages .assistant >> text={shown}")
         sent = (await asked.value).post_data_json["messages"]
-        assert sent == [{"role": "user", "content": "question 1"}]
+        assert [(turn["role"], turn["content"]) for turn in sent] == [
+            ("user", "question 1"),
+            ("assistant", ""),
+            ("user", "question 2"),
+        ]

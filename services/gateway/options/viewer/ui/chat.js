@@ -54,7 +54,7 @@ export class Chat {
     const began = performance.now();
     let content = "";
     try {
-      const usage = await this.#stream(traceId, (text) => write(answer, (content = text)));
+      const usage = await this.#stream(traceId, (text, thought) => write(answer, (content = text), thought));
       messages.push({ role: "assistant", content });
       this.#after(usage, (performance.now() - began) / 1000, traceId);
     } catch (error) {
@@ -68,7 +68,8 @@ export class Chat {
     }
   }
 
-  /** Streams an answer. Calls `show` with the answer's text so far. Returns the token counts. */
+  /** Streams an answer. Calls `show` with the answer's text and reasoning so far. Returns the token
+   * counts. */
   async #stream(traceId, show) {
     const system = byId("chat-system").value.trim();
     const body = {
@@ -87,12 +88,13 @@ export class Chat {
       headers: { "Content-Type": "application/json", traceparent: `00-${traceId}-${random(8)}-01` },
       signal: this.stopping.signal,
     });
-    let [text, usage] = ["", null];
+    let [text, thought, usage] = ["", "", null];
     for await (const event of events(answer.body)) {
       if (event.error) throw new Error(event.error.message);
       text += event.choices[0]?.delta.content ?? "";
+      thought += event.choices[0]?.delta.reasoning ?? "";
       usage = event.usage ?? usage;
-      show(text);
+      show(text, thought);
     }
     return usage;
   }
@@ -122,8 +124,9 @@ function say(role, content) {
   return made;
 }
 
-function write(answer, text) {
-  answer.replaceChildren(...(text ? markdown(text) : ["…"]));
+function write(answer, text, thought) {
+  const thinking = thought ? [element("p", { class: "says", textContent: thought })] : [];
+  answer.replaceChildren(...thinking, ...(text ? markdown(text) : thought ? [] : ["…"]));
   toEnd();
 }
 
