@@ -3,6 +3,7 @@ several models, and grammars that force tool calls.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,37 @@ async def test_deltas_of_a_call(hermes: Serving) -> None:
     assert len(rest) > 3
     assert "".join(c.function.arguments for c in rest) == '{"city": "Rome"}'
     assert chunks[-1].finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+async def test_calls_of_requests_with_the_same_id_have_their_own_ids(
+    hermes: Serving, path: str
+) -> None:
+    """Services often forward the request id of their own client with all requests of an agent."""
+    text = '<tool_call>{"name": "get_weather", "arguments": {}}</tool_call>'
+    hermes.scheduler.answer = hermes.tokens(text)
+    schema = {"type": "object"}
+    kinds = {
+        "chat/completions": {"type": "function", "function": {"name": "get_weather"}},
+        "responses": {"type": "function", "name": "get_weather"},
+        "messages": {"name": "get_weather", "input_schema": schema},
+    }
+    asked = {"input": "hi"} if path == "responses" else {"messages": ASK, "max_tokens": 99}
+    ids = [
+        re.findall(
+            r'"(?:id|call_id)":"((?:chatcmpl-tool-|call_|fc_|toolu_)\w+)"',
+            (
+                await hermes.http.post(
+                    f"/v1/{path}",
+                    json=asked | {"tools": [kinds[path]]},
+                    headers={"X-Request-Id": "run"},
+                )
+            ).text,
+        )
+        for _ in range(3)
+    ]
+    assert all(ids)
+    assert len({name for some in ids for name in some}) == sum(map(len, ids))
 
 
 async def test_reasoning_that_the_prompt_began_is_apart_and_counted(hermes: Serving) -> None:

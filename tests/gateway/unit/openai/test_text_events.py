@@ -49,9 +49,9 @@ def make_dialect(api: str, tokenizer: HfTokenizer, *, ids: bool, counts: bool) -
     if api == "chat":
         said = [ChatMessage(role="user", content="hi")]
         chat = ChatCompletionBody(messages=said, return_token_ids=ids, stream_options=options)
-        return ChatDialect(ConvertedRequest(chat, request, 7, "tiny", tokenizer))
+        return ChatDialect(ConvertedRequest(chat, request, 7 * 10**9, "tiny", tokenizer))
     completion = CompletionBody(prompt="hi", return_token_ids=ids, stream_options=options)
-    return CompletionDialect(ConvertedRequest(completion, request, 7, "tiny", tokenizer))
+    return CompletionDialect(ConvertedRequest(completion, request, 7 * 10**9, "tiny", tokenizer))
 
 
 @settings(max_examples=300, deadline=None)

@@ -41,7 +41,7 @@ def test_scores_of_one_with_many_of_pairs_and_of_a_cross_encoder(
     request = ClientRequest("score-1", (Prompt([1]),), SamplingParams())
     body = ScoreBody(text_1=first, text_2=second)
     no_tokenizer: Any = None
-    dialect = ScoreDialect(ConvertedRequest(body, request, 7, "tiny", no_tokenizer))
+    dialect = ScoreDialect(ConvertedRequest(body, request, 7 * 10**9, "tiny", no_tokenizer))
     answers = [answer(*vector) for vector in vectors]
     whole = json.loads(b"".join(json_pieces(dialect.whole(answers, Usage(5, 0, 0)))))
     assert [item["score"] for item in whole["data"]] == scores

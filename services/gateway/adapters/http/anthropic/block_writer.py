@@ -30,10 +30,12 @@ class BlockWriter:
     SHA-256 of the block's text, and the server does not verify it.
     """
 
-    def __init__(self, request: ClientRequest, created: int, *, shows_thinking: bool) -> None:
+    def __init__(
+        self, request: ClientRequest, arrival_unix_nanos: int, *, shows_thinking: bool
+    ) -> None:
         """If `shows_thinking` is false, thinking blocks are written with empty text."""
         self._request = request
-        self._created = created
+        self._arrival = arrival_unix_nanos
         self._shows_thinking = shows_thinking
         self._number = -1
         self._open: str | None = None
@@ -111,7 +113,7 @@ class BlockWriter:
         return {"type": "content_block_delta", "index": self._number, "delta": delta}
 
     def _tool_use(self, call: int, name: str, given: dict[str, Any]) -> dict[str, Any]:
-        of_call = call_id(self._request, self._created, 0, call, _PREFIX)
+        of_call = call_id(self._request, self._arrival, 0, call, _PREFIX)
         return {"type": _TOOL_USE, "id": of_call, "name": name, "input": given}
 
 

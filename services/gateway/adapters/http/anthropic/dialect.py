@@ -41,7 +41,7 @@ class MessagesDialect(StreamingDialect):
         thinking = converted.body.thinking
         is_omitted = thinking is not None and thinking.display == "omitted"
         self._blocks = BlockWriter(
-            converted.request, converted.created, shows_thinking=not is_omitted
+            converted.request, converted.arrival_unix_nanos, shows_thinking=not is_omitted
         )
         self._last = Piece(0)
         self._has_called = False

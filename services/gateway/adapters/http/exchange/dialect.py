@@ -24,10 +24,14 @@ class ConvertedRequest(Generic[B_co]):
 
     body: B_co
     request: ClientRequest
-    created: int
-    """The request's arrival, in seconds since 1970."""
+    arrival_unix_nanos: int
     model_name: str
     tokenizer: Tokenizer
+
+    @property
+    def created(self) -> int:
+        """The request's arrival in seconds since 1970."""
+        return self.arrival_unix_nanos // 10**9
 
 
 class WholeDialect(Protocol):

@@ -139,9 +139,9 @@ class GenerationReply:
         record.enter(Part.PREPARE)
         adapter = generation.request.adapter
         name = inference.model_name if adapter is None else adapter.name
-        created = generation.identity.created
+        arrived = generation.identity.arrival_unix_nanos
         dialect = api(
-            ConvertedRequest(body, generation.request, created, name, inference.tokenizer)
+            ConvertedRequest(body, generation.request, arrived, name, inference.tokenizer)
         )
         if stream is not None and isinstance(dialect, StreamingDialect):
             stream.begin(generation, dialect)

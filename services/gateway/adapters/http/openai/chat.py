@@ -134,7 +134,7 @@ class ChatDialect(Dialect):
         super().__init__(converted)
         shows_reasoning = converted.body.include_reasoning is not False
         self._messages = MessageWriter(
-            converted.request, converted.created, shows_reasoning=shows_reasoning
+            converted.request, converted.arrival_unix_nanos, shows_reasoning=shows_reasoning
         )
 
     def opening(self, _usage: Usage) -> list[dict[str, Any]]:

@@ -14,13 +14,14 @@ _DIGITS = 32
 
 
 def call_id(
-    request: ClientRequest, created: int, choice: int, call: int, prefix: str = _PREFIX
+    request: ClientRequest, arrival_unix_nanos: int, choice: int, call: int, prefix: str = _PREFIX
 ) -> str:
-    """Returns the id of a tool call. It is computed from the request's id and the indices, so that
-    a replayed answer has the ids of the first answer. If the model's chat template requires a
+    """Returns the id of a tool call. It is computed from the request's id and arrival, because
+    clients may use a request id for several requests, and from the indices. A replayed answer has
+    the ids of the first answer. If the model's chat template requires a
     length of ids, the id has this length. Otherwise it begins with `prefix`.
     """
-    name = f"{request.request_id}/{created}/{choice}/{call}"
+    name = f"{request.request_id}/{arrival_unix_nanos}/{choice}/{call}"
     digest = sha256(name.encode()).hexdigest()
     tools = None if request.output_form is None else request.output_form.tools
     length = None if tools is None else tools.id_length
@@ -28,9 +29,11 @@ def call_id(
 
 
 class MessageWriter:
-    def __init__(self, request: ClientRequest, created: int, *, shows_reasoning: bool) -> None:
+    def __init__(
+        self, request: ClientRequest, arrival_unix_nanos: int, *, shows_reasoning: bool
+    ) -> None:
         self._request = request
-        self._created = created
+        self._arrival = arrival_unix_nanos
         self._shows_reasoning = shows_reasoning
         self._have_called: set[int] = set()
 
@@ -51,7 +54,7 @@ class MessageWriter:
         if parsed.calls:
             message["tool_calls"] = [
                 {
-                    "id": call_id(self._request, self._created, index, number),
+                    "id": call_id(self._request, self._arrival, index, number),
                     "type": "function",
                     "function": {"name": call.name, "arguments": call.arguments},
                 }
@@ -82,7 +85,7 @@ class MessageWriter:
                 self._have_called.add(index)
                 started = {
                     "index": call,
-                    "id": call_id(self._request, self._created, index, call),
+                    "id": call_id(self._request, self._arrival, index, call),
                     "type": "function",
                     "function": {"name": name, "arguments": ""},
                 }

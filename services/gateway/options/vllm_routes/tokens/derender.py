@@ -60,7 +60,7 @@ async def derendered_chat(body: DerenderChatBody, inference: Inference) -> dict[
     num_prompt = len(token_ids) if body.prompt_tokens is None else body.prompt_tokens
     read = await _read(request, choices, num_prompt, inference)
     name = body.model or asked.model or inference.model_name
-    converted = ConvertedRequest(asked, request, int(time.time()), name, inference.tokenizer)
+    converted = ConvertedRequest(asked, request, time.time_ns(), name, inference.tokenizer)
     return ChatDialect(converted).whole(read.answers, read.usage)
 
 
@@ -98,7 +98,7 @@ async def derendered_completion(
     choices = [choice for response in given for choice in response.choices]
     read = await _read(request, choices, sum(counts), inference)
     name = body.model or asked.model or inference.model_name
-    converted = ConvertedRequest(asked, request, int(time.time()), name, inference.tokenizer)
+    converted = ConvertedRequest(asked, request, time.time_ns(), name, inference.tokenizer)
     return CompletionDialect(converted).whole(read.answers, read.usage)
 
 

@@ -31,7 +31,7 @@ class ResponsesDialect(StreamingDialect):
     id_prefix = "resp"
 
     def __init__(self, converted: ConvertedRequest[ResponsesBody]) -> None:
-        self._writer = ItemWriter(converted.request, converted.created)
+        self._writer = ItemWriter(converted.request, converted.arrival_unix_nanos)
         self._frame = _frame(converted)
         self._last = Piece(0)
         self._num_events = 0

@@ -56,10 +56,10 @@ class _Item:
 class ItemWriter:
     """Writes the items of one request's answer. Each item ends before the next begins."""
 
-    def __init__(self, request: ClientRequest, created: int) -> None:
+    def __init__(self, request: ClientRequest, arrival_unix_nanos: int) -> None:
         self.items: list[dict[str, Any]] = []
         self._request = request
-        self._created = created
+        self._arrival = arrival_unix_nanos
         self._item: _Item | None = None
 
     def events(self, piece: Piece) -> list[dict[str, Any]]:
@@ -108,7 +108,7 @@ class ItemWriter:
             case ReasoningDelta(text):
                 yield from self._add(_REASONING, text)
             case CallStart(call, name):
-                name_of_call = call_id(self._request, self._created, 0, call, "call_")
+                name_of_call = call_id(self._request, self._arrival, 0, call, "call_")
                 yield from self._begin(_CALL, {"call_id": name_of_call, "name": name})
             case CallArguments(_, text):
                 assert self._item is not None
@@ -140,7 +140,7 @@ class ItemWriter:
         return {"item_id": self._item.head["id"], "output_index": len(self.items)}
 
     def _id(self, kind: str) -> str:
-        name = f"{self._request.request_id}/{self._created}/{len(self.items)}"
+        name = f"{self._request.request_id}/{self._arrival}/{len(self.items)}"
         return _PREFIXES[kind] + sha256(name.encode()).hexdigest()[:_DIGITS]
 
 
