@@ -118,9 +118,9 @@ class GatewaySettings(ClientSettings, OptionSettings):
     )
     reasoning_parser: str = setting(
         "",
-        doc="how the model marks its reasoning, which answers of chats have apart: "
+        doc="how the model marks its reasoning, which chats return separately: "
         + ", ".join(REASONING_FORMATS)
-        + "; empty: it is content",
+        + "; empty: reasoning is content",
         check=one_of(("", *REASONING_FORMATS)),
     )
     tool_call_parser: str = setting(

@@ -77,7 +77,7 @@ class SchedulerSettings(ServiceSettings):
     aging_interval: int | None = setting(
         None,
         doc="with policy program: one in this many admissions of requests without a cached "
-        "context is that of the longest waiting request (default: 8)",
+        "context admits the longest waiting request (default: 8)",
         check=at_least(1),
     )
     max_warm_admissions: int | None = setting(

@@ -58,7 +58,7 @@ class WorkerSettings(ServiceSettings):
     dtype: DtypeSetting = setting(
         DtypeSetting.AUTO,
         doc="data type of weights, and by default of the KV cache; auto: on CUDA bfloat16; on the "
-        "CPU that of the checkpoint if the processor supports it, otherwise float32",
+        "CPU as in the checkpoint if the processor supports it, otherwise float32",
     )
     quantization: QuantizationSetting = setting(
         QuantizationSetting.AUTO,

@@ -15,7 +15,8 @@ VARIABLE = re.compile(r"\$(?!__)(\w+)")
 class Query:
     """A query of a panel. `alerts` are the alerts whose sections of the runbook the panel links to.
 
-    `steps` are the panel's thresholds: from a value on, a colour. The first value is None.
+    `steps` are the panel's thresholds: pairs of a value and the colour from this value on. The
+    first value is None.
     """
 
     dashboard: str

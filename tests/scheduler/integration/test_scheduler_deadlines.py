@@ -116,7 +116,7 @@ def with_prompt_logprobs(
 
 
 async def test_log_probabilities_of_a_prompt_may_take_their_time() -> None:
-    """On a GPU they take a hundred times as long as the tokens without them."""
+    """On a GPU, a prompt takes a hundred times as long with log-probabilities as without them."""
     worker = FakeWorker(num_blocks=200)
     worker.spoil = with_prompt_logprobs
     async with (

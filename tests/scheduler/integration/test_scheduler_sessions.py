@@ -252,7 +252,7 @@ async def test_a_session_begins_with_open_and_opens_once(replica: Replica) -> No
 async def test_a_stream_on_which_nothing_arrives_ends(
     replica: Replica, connect: Callable[[str], grpc.aio.Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise it would stay open for ever, and delay the end of the process."""
+    """Otherwise the stream would stay open for ever, and delay the end of the process."""
     monkeypatch.setattr(servicer, "OPEN_SECONDS", 0.1)
     async with connect(replica.address) as channel:
         silent = Gateway(scheduler_pb2_grpc.SchedulerStub(channel))

@@ -150,7 +150,7 @@ def test_no_cost_is_negative(steps: list[tuple[int, int]], each: float) -> None:
 
 
 def test_the_cost_of_a_prompt_token_is_computed_once_between_steps() -> None:
-    """The policy `program` reads it for each of the contexts that it compares in a step."""
+    """The policy `program` reads the cost for each of the contexts that it compares in a step."""
 
     class Counted(deque[tuple[int, int, float]]):
         num_read = 0

@@ -136,7 +136,8 @@ class LoadTracker:
     @property
     def num_sessions(self) -> int:
         """Number of clients' sessions (conversations in several requests) of this gateway whose KV
-        blocks the replica keeps between two requests. Each occupies a slot of a running sequence.
+        blocks the replica keeps between two requests. Each of these sessions occupies a slot of a
+        running sequence.
         """
         return self._num_sessions
 

@@ -70,7 +70,7 @@ async def test_another_name_for_each_turn_is_one_program() -> None:
 
 
 async def test_a_parent_keeps_its_name() -> None:
-    """Otherwise its child would be an ancestor of the new name, which could not be its child."""
+    """Otherwise program c would be a, the parent of b, and could not have b as its parent."""
     agents = Agents()
     context = await agents.turn("one", prompt(16), program=DeclaredProgram("a"))
     agents.story.add("two", prompt(16, first=300), program=DeclaredProgram("b", parent_id="a"))

@@ -10,7 +10,7 @@ from services.worker.speculation.ngram import NgramIndex, NgramProposer
 
 def searched(tokens: list[int], shortest: int, longest: int, most: int) -> list[int]:
     """Finds the longest suffix of `shortest` to `longest` tokens that has occurred before. Returns
-    at most `most` tokens after its first occurrence.
+    at most `most` tokens after the first occurrence of this suffix.
     """
     for length in range(min(longest, len(tokens) - 1), shortest - 1, -1):
         for start in range(len(tokens) - length):
