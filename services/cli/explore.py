@@ -15,6 +15,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--first", type=int, default=0, help="the first of these seeds")
     parser.add_argument("--seed", type=int, help="run this seed only, and print its log")
     arguments = parser.parse_args(argv)
+    if arguments.seeds < 1:
+        raise CommandError("--seeds must be at least 1", exit_status=2)
     if not (arguments.model / "config.json").exists():
         raise CommandError(f"{arguments.model} is not a model directory")
     install()

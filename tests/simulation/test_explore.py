@@ -14,14 +14,19 @@ RICH_SEED = "397"
 """A simulation with most kinds of requests and services, two ranks, and Redis."""
 
 
-def explore(*flags: str, python: str = sys.executable, hash_seed: int = 0) -> str:
+def explore(
+    *flags: str, python: str = sys.executable, hash_seed: int = 0, temporary: Path | None = None
+) -> str:
     """Runs `stepwell explore` in a process of its own. Returns its output."""
+    environ = {**os.environ, "PYTHONHASHSEED": str(hash_seed), "PYTHONPATH": "gen"}
+    if temporary is not None:
+        environ["TMPDIR"] = str(temporary)
     result = subprocess.run(
         [python, "-m", "services.cli", "explore", *flags],
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env={**os.environ, "PYTHONHASHSEED": str(hash_seed), "PYTHONPATH": "gen"},
+        env=environ,
         check=False,
     )
     assert result.returncode == 0, result.stderr
@@ -38,6 +43,16 @@ def test_a_seed_has_the_same_log_in_every_process() -> None:
 def test_a_seed_has_the_same_log_with_another_version_of_python() -> None:
     other = explore("--seed", RICH_SEED, python=OTHER_PYTHON)
     assert explore("--seed", RICH_SEED) == other
+
+
+def test_no_temporary_file_is_left(tmp_path: Path) -> None:
+    explore("--seeds", "1", temporary=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_seeds_are_refused() -> None:
+    with pytest.raises(AssertionError, match="--seeds must be at least 1"):
+        explore("--seeds", "0")
 
 
 def test_answers_in_a_mixture_equal_the_answers_alone_and_nothing_is_left() -> None:

@@ -1,9 +1,11 @@
 """Objects that all runs in a process share, because they never change."""
 
+import atexit
 import json
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from shutil import rmtree
 from tempfile import mkdtemp
 from typing import TYPE_CHECKING
 
@@ -36,6 +38,7 @@ def adapters(model: Path) -> dict[Adapter, Path]:
     config = json.loads((model / "config.json").read_text())
     width = config["num_attention_heads"] * config["head_dim"]
     found, root = {}, Path(mkdtemp(prefix="stepwell-adapters-"))
+    atexit.register(rmtree, root, ignore_errors=True)
     for number, name in enumerate(ADAPTERS):
         directory = root / name
         directory.mkdir()
