@@ -8,6 +8,7 @@ from weakref import WeakValueDictionary
 from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common.errors import StepwellError, Unavailable
+from services.common.pool.block_hash import BlockHash
 from services.common.request.messages import adapter_from_proto
 from services.common.request.prompt_embeds import PromptEmbeds
 from services.scheduler.adapters.gateways.gateway_session import GatewaySession
@@ -39,6 +40,10 @@ class RequestSubmitter:
         init=False, default_factory=WeakValueDictionary
     )
     """Maps cache salts to embedded prompts, which the answers of a request (`n`) share."""
+    _hashed: tuple[str, bytes, list[int]] = field(init=False, default=("", b"", []))
+    """Cache salt, adapter digest and tokens of the last long request that was hashed."""
+    _hashes: list[BlockHash] = field(init=False, default_factory=list)
+    """The hashes of that request, which the other answers of the same prompt share."""
 
     def drain(self) -> None:
         """Refuses new requests and further turns from now on."""
@@ -99,7 +104,13 @@ class RequestSubmitter:
         config = self.intake.config
         if not config.enable_prefix_caching or request.num_tokens <= HASH_INLINE_TOKENS:
             return
-        await asyncio.to_thread(
-            request.hash_full_blocks, config.fingerprint, config.hash_block_size
-        )
+        hashed = request.cache_salt, request.adapter_digest, request.token_ids
+        if hashed == self._hashed:
+            request.block_hashes = self._hashes.copy()
+        else:
+            await asyncio.to_thread(
+                request.hash_full_blocks, config.fingerprint, config.hash_block_size
+            )
+            self._hashed = request.cache_salt, request.adapter_digest, request.token_ids.copy()
+            self._hashes = request.block_hashes.copy()
         request.hashed_unix_nanos = time.time_ns()

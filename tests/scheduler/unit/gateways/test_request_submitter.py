@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import operator
 
 import pytest
 from stepwell.common.v1 import common_pb2
@@ -15,11 +16,12 @@ from services.common.request.structured_outputs import StructuredOutputs
 from services.scheduler.adapters.gateways.request_intake import RequestIntake
 from services.scheduler.adapters.gateways.resumable_sessions import ResumableSessions
 from services.scheduler.adapters.gateways.sessions import Sessions
-from services.scheduler.adapters.gateways.submitter import RequestSubmitter
+from services.scheduler.adapters.gateways.submitter import HASH_INLINE_TOKENS, RequestSubmitter
 from services.scheduler.adapters.workers.adapter_loader import AdapterLoader
 from services.scheduler.adapters.workers.grammar_preparation import GrammarPreparation
 from services.scheduler.core.request import Request
 from tests.scheduler.engine_bench import BLOCK_SIZE, Bench
+from tests.scheduler.serving_replica import add_request
 
 HIDDEN_SIZE = 8
 
@@ -37,13 +39,16 @@ class NoWorkers:
         raise NotImplementedError
 
 
-def make_submitter() -> RequestSubmitter:
-    engine, sessions, workers = Bench().engine, Sessions(), NoWorkers()
+def make_submitter(max_model_len: int = 120, num_blocks: int = 50) -> RequestSubmitter:
+    bench = Bench(max_model_len=max_model_len, num_blocks=num_blocks)
+    engine, sessions, workers = bench.engine, Sessions(), NoWorkers()
     config, queue = engine.scheduler.config, QueueState(0, 100, 0.0)
     adapters = AdapterLoader(workers, 0, lambda: engine.unfinished, lambda _request, _why: None)
     return RequestSubmitter(
         engine,
-        RequestIntake(config, 100, HIDDEN_SIZE, 120, lambda: queue, itertools.count(1).__next__),
+        RequestIntake(
+            config, 100, HIDDEN_SIZE, max_model_len, lambda: queue, itertools.count(1).__next__
+        ),
         sessions,
         ResumableSessions(engine, sessions, adapters, 1),
         GrammarPreparation(workers, adapters, engine.changes.grammar_compiled),
@@ -101,6 +106,27 @@ async def test_the_answers_of_a_request_share_the_memory_of_their_embeddings() -
     assert one is same
     assert longer is not None
     assert longer.num_tokens == 41
+
+
+async def test_the_answers_of_a_long_prompt_are_hashed_once() -> None:
+    num_tokens = HASH_INLINE_TOKENS + BLOCK_SIZE
+    submitter = make_submitter(max_model_len=2 * num_tokens, num_blocks=num_tokens)
+    session = submitter.sessions.open_call("gateway")
+    prompt, other = [5] * num_tokens, [5] * (num_tokens - 1) + [6]
+    for handle, (tokens, salt) in enumerate(
+        ((prompt, ""), (prompt, ""), (prompt, "salt"), (other, ""), (prompt, ""))
+    ):
+        message = add_request(handle, tokens, cache_salt=salt)
+        await submitter.submit(session, message)
+    requests = submitter.engine.changes.arrivals
+    for request in requests:
+        found, request.block_hashes = request.block_hashes, []
+        request.hash_full_blocks(submitter.intake.config.fingerprint, BLOCK_SIZE)
+        assert found == request.block_hashes
+        request.block_hashes = found
+    first, second = (request.block_hashes for request in requests[:2])
+    assert all(map(operator.is_, first, second))
+    assert first is not second
 
 
 async def test_a_request_that_is_hashed_when_a_drain_begins_is_refused() -> None:
