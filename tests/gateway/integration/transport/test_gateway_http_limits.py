@@ -144,6 +144,15 @@ async def test_a_request_that_offers_an_upgrade_is_read_whole(
     assert answers.count(b"HTTP/1.1 200 OK") == 3
 
 
+async def test_a_body_of_unknown_length_after_an_offered_upgrade_is_refused(
+    served: Serving, caplog: pytest.LogCaptureFixture
+):
+    head = post_head("/v1/completions", 0, *JAVA)
+    head = head.replace(b"Content-Length: 0", b"Transfer-Encoding: gzip")
+    assert (await answer_to(served, head)).startswith(b"HTTP/1.1 400 ")
+    assert "Fatal error" not in caplog.text
+
+
 async def test_what_is_no_http_is_refused(served: Serving):
     assert (await answer_to(served, b"\x16\x03\x01\x02\x00")).startswith(b"HTTP/1.1 400 ")
 

@@ -309,8 +309,7 @@ class GuardedConnection(SlicedProtocol):
         head = b"".join((b"POST / HTTP/1.1\r\n", *self._framing, b"\r\n"))
         self._framing = []
         self.parser = httptools.HttpRequestParser(self)
-        self.parser.feed_data(head)
-        self.parse(data)
+        self.parse(head + data)
 
     def _raise(self, status: int, message: str) -> None:
         self._refusal = (status, message)
