@@ -179,6 +179,16 @@ async def test_a_conversation_is_rendered_and_counted(
     assert counted.input_tokens == answer.usage.input_tokens == len(hermes.tokens(text))
 
 
+@pytest.mark.parametrize("system", ["", [], [{"type": "text", "text": ""}]])
+async def test_an_empty_system_prompt_is_none(
+    hermes: Serving, client: anthropic.AsyncAnthropic, system: Any
+) -> None:
+    for given in ({}, {"system": system}):
+        await client.messages.create(**BASE, **given)
+    first, second = served_prompts(hermes)
+    assert second == first
+
+
 async def test_a_last_turn_of_the_assistant_is_continued(
     hermes: Serving, client: anthropic.AsyncAnthropic
 ) -> None:

@@ -59,7 +59,8 @@ async def render(body: CountTokensBody, inference: Inference) -> str:
     """Renders the prompt. If its last turn is the assistant's, the answer continues that turn."""
     tools = body.tools or []
     check_tools([tool.callable for tool in tools], _TOOLS)
-    turns = [] if body.system is None else [{"role": "system", "content": said(body.system)}]
+    system = said(body.system)
+    turns = [{"role": "system", "content": system}] if any(system) else []
     for number, message in enumerate(body.messages):
         turns += message.to_template(f"messages[{number}]")
     continues = turns[-1]["role"] == "assistant"
