@@ -79,7 +79,7 @@ def wants_open_metrics(accept: str) -> bool:
     for offer in accept.split(","):
         kind, *parameters = (part.strip() for part in offer.split(";"))
         quality = next((one[2:] for one in parameters if one.startswith("q=")), "1")
-        if kind in weights and quality.replace(".", "", 1).isdigit():
+        if kind in weights and quality.replace(".", "", 1).isdecimal():
             weights[kind] = max(weights[kind], float(quality))
     return weights["application/openmetrics-text"] >= max(weights["text/plain"], 0.001)
 

@@ -164,6 +164,7 @@ def test_a_text_without_exemplars_has_none() -> None:
         ("application/openmetrics-text;q=0.3, text/plain;q=0.7", False),
         ("application/openmetrics-text;q=0", False),
         ("application/openmetrics-text;q=x", False),
+        ("application/openmetrics-text;q=²", False),
     ],
 )
 def test_openmetrics_is_written_for_scrapers_that_prefer_it(accept: str, is_open: bool) -> None:
