@@ -16,6 +16,7 @@ from services.common.request.messages import (
 from services.common.request.program import DeclaredProgram
 from services.common.telemetry.time_parts import time_line
 from services.gateway.adapters.access import CALLER
+from services.gateway.adapters.http.openai.rendering import render_turns
 from services.gateway.adapters.schedulers.converters import (
     client_sampling_from_proto,
     logprobs_to_proto,
@@ -101,8 +102,8 @@ class GenerateRequests:
                     f"role must be one of {', '.join(CHAT_ROLES)}, not {turn.role[:40]!r}",
                     field=f"chat.messages[{number}].role",
                 )
-        tokenizer = self._inference.tokenizer
-        text = await tokenizer.render_chat(
+        text = await render_turns(
+            self._inference.tokenizer,
             [{"role": turn.role, "content": turn.content} for turn in chat.messages],
             add_generation_prompt=True,
             continue_final_message=False,

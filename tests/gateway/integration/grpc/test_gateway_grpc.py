@@ -182,6 +182,14 @@ async def test_tokenize_detokenize_and_models(served: Serving) -> None:
     assert (model.name, model.max_model_len, model.num_ready_replicas) == ("tiny", 512, 1)
 
 
+async def test_a_developers_turn_is_rendered_as_over_http(served: Serving) -> None:
+    """The chat template has no such role."""
+    turns = [{"role": "developer", "content": "Be short."}, {"role": "user", "content": "hi"}]
+    over_http = (await served.http.post("/tokenize", json={"messages": turns})).json()
+    request = gateway_pb2.TokenizeRequest(chat={"messages": turns})
+    assert list((await served.stub.Tokenize(request)).token_ids) == over_http["tokens"]
+
+
 async def test_health_follows_the_replicas(model: Path) -> None:
     async with serving(model, FakeScheduler(), resubmit_timeout_seconds=0.2) as served:
         health = health_pb2_grpc.HealthStub(served.channel)
