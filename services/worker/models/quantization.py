@@ -6,34 +6,42 @@ from dataclasses import dataclass
 import torch
 
 from services.worker.backends.quantized import QuantizedWeight, Weight, quantize_int8, stacked
-from services.worker.models.errors import UnsupportedModel
+from services.worker.models.errors import ModelTensorError, UnsupportedModel
 from services.worker.models.files.checkpoint import WHOLE, Checkpoint, Index, TensorReader
 from services.worker.models.files.gguf import BLOCK_TYPES
 from services.worker.models.files.tensor_shapes import HEAD
-from services.worker.models.quantization_config import QuantizationConfig, QuantizationSetting
+from services.worker.models.quantization_config import (
+    QuantizationConfig,
+    QuantizationSetting,
+    StoredFormat,
+)
 from services.worker.models.quantized_tensors import CODES, decoded, tensor_shapes
 
 Shapes = dict[str, tuple[int, ...]]
-_WEIGHT = ".weight"
+_WEIGHT, _BIAS = ".weight", ".bias"
 
 
 @dataclass(frozen=True, slots=True)
 class StoredWeights:
     """The quantized weights of a checkpoint. `shapes` maps the name that a weight would have in an
     unquantized checkpoint to its shape. `config` is None if no weight is quantized, or if each
-    quantized weight is one tensor of blocks (GGUF).
+    quantized weight is one tensor of blocks (GGUF). `zero_biases` are biases that the architecture
+    lacks. AutoGPTQ adds them to all quantized projections, and they must be zero.
     """
 
     checkpoint: Checkpoint
     config: QuantizationConfig | None
     shapes: Mapping[str, tuple[int, int]]
+    zero_biases: frozenset[str] = frozenset()
 
     def check(self, expected: Shapes) -> None:
         """Raises ModelTensorError unless the checkpoint has exactly the tensors of `expected`.
         Where a weight is quantized, its quantized tensors are expected in place of the unquantized
         tensor.
         """
-        stored: Shapes = {}
+        stored: Shapes = {
+            bias: self.shapes[bias.removesuffix(_BIAS) + _WEIGHT][:1] for bias in self.zero_biases
+        }
         for name, shape in expected.items():
             stored |= self._tensors_of(name) if name in self.shapes else {name: shape}
         added = stored.keys() - expected.keys() | self.shapes.keys()
@@ -43,6 +51,12 @@ class StoredWeights:
         """Reads one whole quantized weight."""
         if self.config is None:
             return reader.read_quantized(name, dtype)
+        bias = name.removesuffix(_WEIGHT) + _BIAS
+        if bias in self.zero_biases and reader.read_part(bias, ()).any():
+            raise ModelTensorError(
+                self.checkpoint.source,
+                f"tensor {bias} is not part of this architecture, and it is not zero",
+            )
         parts = self._tensors_of(name)
         tensors = {part.rpartition(".")[2]: reader.read_part(part, ()) for part in parts}
         try:
@@ -79,7 +93,11 @@ def stored_weights(
         for name, shape in expected.items()
         if name != tied and _is_projection(name, shape) and is_quantized(name)
     }
-    return StoredWeights(checkpoint, config, shapes)
+    zero_biases = frozenset[str]()
+    if config is not None and config.format is StoredFormat.GPTQ:
+        biases = {name.removesuffix(_WEIGHT) + _BIAS for name in shapes}
+        zero_biases = frozenset(biases & checkpoint.tensors.keys() - expected.keys())
+    return StoredWeights(checkpoint, config, shapes, zero_biases)
 
 
 def _is_projection(name: str, shape: tuple[int, ...]) -> bool:

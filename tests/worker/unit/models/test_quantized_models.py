@@ -121,6 +121,21 @@ def test_input_features_in_another_order_are_refused(tmp_path: Path) -> None:
         load(tmp_path / "model")
 
 
+def test_biases_that_auto_gptq_adds_must_be_zero(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path / "plain", "llama")
+    save_quantized(tmp_path / "plain", tmp_path / "model", FORMATS["gptq"])
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(".scales")]:
+        bias = torch.zeros(tensors[name].shape[1], dtype=torch.float16)
+        tensors[name.replace("scales", "bias")] = bias
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    load(tmp_path / "model")
+    tensors["model.layers.1.mlp.up_proj.bias"][3] = 0.5
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    with pytest.raises(ModelTensorError, match=r"layers.1.mlp.up_proj.bias .* it is not zero"):
+        load(tmp_path / "model")
+
+
 @pytest.mark.parametrize(
     ("of", "part", "needed"),
     [
