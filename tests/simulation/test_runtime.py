@@ -66,6 +66,22 @@ assert run(main) == run(main) != run(main, seed=2)
 """)
 
 
+def test_a_single_thread_runs_functions_in_order_and_no_cancelled_ones() -> None:
+    in_virtual_time("""
+from concurrent.futures import ThreadPoolExecutor
+async def main(network):
+    loop = asyncio.get_running_loop()
+    for num_threads in (1, 2):
+        thread, ran = ThreadPoolExecutor(num_threads), []
+        calls = [loop.run_in_executor(thread, ran.append, number) for number in range(50)]
+        calls[7].cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        expected = [number for number in range(50) if number != 7]
+        assert sorted(ran) == expected and (ran == expected) == (num_threads == 1), ran
+run(main)
+""")
+
+
 def test_what_cannot_be_virtual_is_refused() -> None:
     in_virtual_time("""
 async def thread(network): threading.Thread(target=print).start()

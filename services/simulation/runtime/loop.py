@@ -13,8 +13,10 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context
 from typing import Any
+from weakref import WeakKeyDictionary
 from zlib import crc32
 
 from services.simulation.runtime.process import PROCESS, Process, State
@@ -53,6 +55,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._serial = itertools.count()
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._num_callbacks = 0
+        self._queued: WeakKeyDictionary[ThreadPoolExecutor, deque[Callable[[], None]]]
+        self._queued = WeakKeyDictionary()
+        """The functions that executors with a single thread have not run yet."""
         self.servers: Any = None
         """The MemoryStreams that create servers and connections of byte streams."""
         self.set_task_factory(self._new_task)  # type: ignore[arg-type]
@@ -187,23 +192,34 @@ class VirtualLoop(asyncio.BaseEventLoop):
     # Executors run their functions in the loop.
 
     def run_in_executor(  # type: ignore[override]
-        self, _executor: Any, func: Callable[..., Any], *args: Any
+        self, executor: ThreadPoolExecutor | None, func: Callable[..., Any], *args: Any
     ) -> "asyncio.Future[Any]":
+        """An executor with a single thread runs its functions in the order of the calls. A function
+        whose future was cancelled before it began does not run.
+        """
         future = self.create_future()
 
         def run() -> None:
+            if future.cancelled():
+                return
             try:
                 result = func(*args)
             except Exception as error:
-                if not future.done():
-                    future.set_exception(error)
+                future.set_exception(error)
             else:
-                if not future.done():
-                    future.set_result(result)
+                future.set_result(result)
 
+        queued = deque[Callable[[], None]]()
+        if executor is not None and executor._max_workers == 1:
+            queued = self._queued.setdefault(executor, queued)
+        queued.append(run)
         seconds = self.rng_of("executor", _process_name()).random() * _EXECUTOR_SECONDS
-        self.call_later(seconds, run)
+        self.call_later(seconds, self._run_first, queued)
         return future
+
+    @staticmethod
+    def _run_first(queued: deque[Callable[[], None]]) -> None:
+        queued.popleft()()
 
     # The network.
 
