@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from services.scheduler.__main__ import SchedulerService
 from services.scheduler.core.policies import PROGRAM, holds_ended
 from services.simulation.explore.answer import Answer
 from services.simulation.explore.clients import ask
@@ -39,6 +40,8 @@ _START_SECONDS = 20.0
 _SETTLE_SECONDS = 3.0
 _CALM_SETTLE_SECONDS = 0.15
 """Seconds after which all work has ended if there are no faults and no abandoned answers."""
+_PIN_SECONDS = 120.0
+"""Limit on the time for which a scheduler keeps blocks of ended requests."""
 _REDIS_SECONDS = 1.2
 """Seconds within which gateways find a new pool in Redis, where they look once per second."""
 _ANSWER_SECONDS = 120.0
@@ -197,6 +200,7 @@ class _Run:
         # A client may leave while its blocks are loaded from the tier.
         is_slow = plan.faults or plan.shape.tier_gib or (policy is not None and holds_ended(policy))
         await asyncio.sleep(_SETTLE_SECONDS if is_slow else calm_seconds)
+        await self._until_unpinned()
         self._look(num_lines, is_calm=not plan.faults)
         if plan.only_ends_schedulers and (line := line_of_hang(lines[num_lines:])):
             raise Failed(f"a scheduler ends before its requests end: {line}")
@@ -251,6 +255,18 @@ class _Run:
     async def _until_ready(self) -> None:
         async with asyncio.timeout(_START_SECONDS):
             await self.fleet.until_ready()
+
+    async def _until_unpinned(self) -> None:
+        """Waits until no scheduler keeps blocks of ended requests. After a run with long waits, the
+        policy `continuum-ttl` keeps them for long.
+        """
+        insides = [service.process.inside for service in self.fleet.services.values()]
+        schedulers = [
+            one.parts.engine.scheduler for one in insides if isinstance(one, SchedulerService)
+        ]
+        async with asyncio.timeout(_PIN_SECONDS):
+            while any(one.holds_ended for one in schedulers):  # noqa: ASYNC110
+                await asyncio.sleep(_CALM_SETTLE_SECONDS)
 
     def _look(self, first_line: int, *, is_calm: bool) -> None:
         if line := unexpected_line(self.network.lines[first_line:], is_calm=is_calm):
