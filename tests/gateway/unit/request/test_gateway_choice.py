@@ -108,15 +108,18 @@ def test_a_stop_string_ends_the_answer_at_its_token(tokenizer):
     assert choice.num_output_tokens == len(answer.token_ids)
 
 
-def test_no_stop_string_begins_in_the_first_min_tokens(tokenizer):
+@pytest.mark.parametrize(("min_tokens", "text"), [(2, ""), (3, "xyz")])
+def test_no_stop_string_ends_in_the_first_min_tokens(tokenizer, min_tokens: int, text: str):
+    """The stop string occurs twice. Its first occurrence ends with the third token."""
     tokens = encode(tokenizer, "xyzxyz")
+    assert len(tokens) == 6
     answer = play(
-        make_choice(tokenizer, stop=("xyz",), min_tokens=2),
+        make_choice(tokenizer, stop=("xyz",), min_tokens=min_tokens),
         [tokens],
         Finish(FinishReason.LENGTH),
         logprobs=False,
     )
-    assert (answer.text, answer.last.stop_reason) == ("xyz", "xyz")
+    assert (answer.text, answer.last.stop_reason) == (text, "xyz")
 
 
 def test_a_stop_string_of_byte_tokens_at_the_end_ends_the_answer(tmp_path):
