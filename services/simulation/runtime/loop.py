@@ -11,7 +11,7 @@ import asyncio
 import heapq
 import itertools
 import random
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context
@@ -55,6 +55,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._serial = itertools.count()
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._num_callbacks = 0
+        self._tasks_of = defaultdict[str, "itertools.count[int]"](itertools.count)
+        """Counts the tasks of each coroutine function in each process."""
         self._queued: WeakKeyDictionary[ThreadPoolExecutor, deque[Callable[[], None]]]
         self._queued = WeakKeyDictionary()
         """The functions that executors with a single thread have not run yet."""
@@ -187,7 +189,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def _new_task(
         self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], **options: Any
     ) -> "asyncio.Task[Any]":
-        return _Task(coroutine, loop=loop, serial=next(self._serial), **options)
+        context = options.get("context")
+        process = PROCESS.get(None) if context is None else context.get(PROCESS)
+        name = f"{getattr(process, 'name', '')} {getattr(coroutine, '__qualname__', '')}"
+        number = next(self._tasks_of[name])
+        own_hash = crc32(f"{name} {number}".encode())
+        return _Task(coroutine, process, own_hash, loop=loop, **options)
 
     # Executors run their functions in the loop.
 
@@ -265,13 +272,22 @@ class _Future(asyncio.Future[Any]):
 
 
 class _Task(asyncio.Task[Any]):
-    def __init__(self, coroutine: Coroutine[Any, Any, Any], *, serial: int, **options: Any) -> None:
-        self._serial = serial
-        context = options.get("context")
-        self.process = PROCESS.get(None) if context is None else context.get(PROCESS)
+    """A task with a hash that does not depend on the number of other objects that asyncio creates,
+    which differs between versions of Python. TaskGroups cancel their tasks in the order of a set.
+    """
+
+    def __init__(
+        self,
+        coroutine: Coroutine[Any, Any, Any],
+        process: Process | None,
+        own_hash: int,
+        **options: Any,
+    ) -> None:
+        self._own_hash = own_hash
+        self.process = process
         super().__init__(coroutine, **options)
         # Tasks of a killed process stay pending, which asyncio would log.
         self._log_destroy_pending = False
 
     def __hash__(self) -> int:
-        return self._serial
+        return self._own_hash
