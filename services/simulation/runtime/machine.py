@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from contextvars import Context
 from types import FunctionType
@@ -124,6 +124,7 @@ def install() -> None:
     _replace(time, "sleep", _sleep)
     _replace(os, "urandom", _urandom)
     _replace(os, "_exit", _exit)
+    _replace(asyncio, "wait_for", _wait_for)
     proc.PROC = "/nothing"
     _replace(grpc.aio, "insecure_channel", _insecure_channel)
     _replace(grpc.aio, "server", _server)
@@ -139,6 +140,14 @@ def install() -> None:
             "these modules must not be imported before install() of the virtual machine: "
             f"{', '.join(early)}"
         )
+
+
+async def _wait_for(awaitable: Awaitable[T], timeout: float | None) -> T:  # noqa: ASYNC109
+    """Waits as Python 3.12 does. Python 3.11 creates a task for it, so that simultaneous events
+    would occur in another order.
+    """
+    async with asyncio.timeout(timeout):
+        return await awaitable
 
 
 def _replace(module: Any, name: str, virtual: Callable[..., Any]) -> None:
