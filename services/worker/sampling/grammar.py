@@ -103,9 +103,12 @@ class Grammars:
         return self._compile(wanted).matcher
 
     def _renew(self, wanted: StructuredOutputs) -> None:
-        compiled = self._compile(wanted)
+        try:
+            compiled = self._compile(wanted)
+        finally:
+            with self._using_cache:
+                self._renewing.discard(wanted)
         with self._using_cache:
-            self._renewing.discard(wanted)
             if wanted in self._cached:
                 self._cached[wanted] = replace(compiled, seconds=self._cached[wanted].seconds)
 

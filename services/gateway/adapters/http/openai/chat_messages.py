@@ -18,8 +18,8 @@ def call_id(
 ) -> str:
     """Returns the id of a tool call. It is computed from the request's id and arrival, because
     clients may use a request id for several requests, and from the indices. A replayed answer has
-    the ids of the first answer. If the model's chat template requires a
-    length of ids, the id has this length. Otherwise it begins with `prefix`.
+    the ids of the first answer. If the model's chat template requires a length of ids, the id has
+    this length. Otherwise it begins with `prefix`.
     """
     name = f"{request.request_id}/{arrival_unix_nanos}/{choice}/{call}"
     digest = sha256(name.encode()).hexdigest()
