@@ -259,6 +259,28 @@ run(main)
 """)
 
 
+def test_a_channel_connects_at_once_if_the_stopped_server_it_waits_for_is_replaced() -> None:
+    in_virtual_time(
+        GRPC
+        + """
+async def main(network):
+    process, _ = await serve(network)
+    process.stop()
+    async def ask():
+        async with open_channel("server:1") as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            await stub.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+    asking = in_client(network, ask())
+    await asyncio.sleep(0.5)
+    process.kill()
+    await serve(network)
+    async with asyncio.timeout(1):
+        await asking
+run(main)
+"""
+    )
+
+
 def test_a_client_can_connect_to_a_stopped_server_and_is_served_later() -> None:
     in_virtual_time("""
 async def main(network):

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from services.common.pool.ids import ContextId
+from services.common.redis.directory_layout import DirectoryKeys
 from services.gateway.__main__ import Gateway
 from services.kvpool.__main__ import PoolService
 from services.kvpool.core.pool_host import HostedPool
@@ -15,6 +16,7 @@ from services.simulation.explore.contents import wrong_contents
 from services.simulation.explore.fleet import Fleet
 from services.simulation.explore.members import REDIS
 from services.simulation.runtime.loop import VirtualLoop
+from services.simulation.runtime.memory_redis import MemoryRedis
 from services.simulation.runtime.process import PROCESS, State
 from services.worker.core.model_runner import ModelRunner
 
@@ -134,14 +136,26 @@ def left_on_disks(fleet: Fleet) -> list[str]:
     never expire, and step logs that are incomplete although the disk was never full.
     """
     redis = fleet.services.get(REDIS)
-    keys = [] if redis is None else redis.process.inside.lasting_keys
-    found = [f"the key {key} is left" for key in keys if not key.endswith((":log", ":epoch"))]
+    found = [] if redis is None else list(_left_in_redis(redis.process.inside))
     for name, service in fleet.services.items():
         for file in service.process.files:
             entries = [json.loads(line) for line in file.content.splitlines()]
             if entries[-1:] != [{"call": "end"}] and not file.has_failed:
                 found.append(f"the step log of {name} ends with {entries[-1:]}")
     return found
+
+
+def _left_in_redis(redis: MemoryRedis) -> Iterator[str]:
+    """Returns sentences about keys that never expire. The record of a killed pool may remain as
+    long as its lease. That can take minutes if Redis's clock was put back.
+    """
+    for key in redis.lasting_keys:
+        if key.endswith(":nodes"):
+            leases = DirectoryKeys(key.removesuffix(":nodes")).lease
+            if not {leases(node) for node in redis.names_in(key)} <= {*redis.keys}:
+                yield f"the key {key} is left"
+        elif not key.endswith((":log", ":epoch")):
+            yield f"the key {key} is left"
 
 
 def late_timers(loop: VirtualLoop) -> Counter[str]:

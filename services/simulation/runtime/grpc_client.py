@@ -28,6 +28,7 @@ from services.simulation.runtime.network import (
     Pipe,
     current_process,
 )
+from services.simulation.runtime.process import Process
 
 _CONNECT_SECONDS = 5.0
 """Limit on an attempt to connect."""
@@ -228,6 +229,8 @@ class _Attempt:
         self._core = core
         self._is_over = False
         self._timer: asyncio.TimerHandle | None = None
+        self._server: Process | None = None
+        """The server's process until it accepts the connection."""
 
     def begin(self) -> None:
         core = self._core
@@ -245,11 +248,20 @@ class _Attempt:
                 "Failed to connect to remote host: Connection refused",
             )
             return
+        self._server = listener.process
+        self._server.at_end.append(self._reset)
         pipe = Pipe(network, core.process, listener.process)
         pipe.send(self._arrived, listener)
 
+    def _reset(self) -> None:
+        """Ends the attempt as the kernel does if a server ends before it accepts a connection."""
+        assert self._server is not None
+        back = Pipe(self._core.network, self._server, self._core.process)
+        back.send(self._fail, "Connection reset by peer")
+
     def _arrived(self, listener: MemoryServer) -> None:
         """Runs in the server's process."""
+        self._forget_server()
         core = self._core
         back = Pipe(core.network, listener.process, core.process)
         if core.network.listeners.get(core.target) is not listener:
@@ -276,5 +288,11 @@ class _Attempt:
 
     def _end(self) -> None:
         self._is_over = True
+        self._forget_server()
         if self._timer is not None:
             self._timer.cancel()
+
+    def _forget_server(self) -> None:
+        server, self._server = self._server, None
+        if server is not None and not server.is_dead:
+            server.at_end.remove(self._reset)

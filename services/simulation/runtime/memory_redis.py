@@ -79,6 +79,10 @@ class MemoryRedis:
         """The names of all keys that have not expired."""
         return [key.decode() for key in list(self._values) if self._get(key) is not None]
 
+    def names_in(self, key: str) -> list[str]:
+        """The names of a hash's fields."""
+        return [name.decode() for name in self._get(key.encode()) or ()]
+
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Replies to commands until the client closes the connection."""
         try:
