@@ -73,3 +73,13 @@ async def test_a_replica_is_registered_until_its_lease_ends_or_it_leaves() -> No
         await until(lambda: not memory.keys, 60.0)
         assert await registry.replicas() == []
         await redis.close()
+
+
+async def test_a_read_that_has_waited_in_vain_leaves_nothing_in_memory() -> None:
+    async with serving() as (memory, url):
+        redis = RedisConnection(url)
+        for _ in range(2):
+            found = await redis.call(lambda client: client.xread({"log": "0-0"}, block=1))
+            assert not found
+        assert not memory._added
+        await redis.close()

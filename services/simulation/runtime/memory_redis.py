@@ -58,7 +58,7 @@ class MemoryRedis:
         self._values: dict[bytes, Any] = {}
         self._ends: dict[bytes, int] = {}
         """Maps keys that expire to the time of their expiry, in milliseconds since 1970."""
-        self._added: list[asyncio.Future[None]] = []
+        self._added: dict[asyncio.Future[None], None] = {}
         """Futures of waiting XREADs. They are set when an entry is added to a stream."""
         self._scripts: dict[str, Callable[..., Any]] = {
             fleet_registry._RENEW: self._renew_replica,
@@ -247,7 +247,7 @@ class MemoryRedis:
         entry_id = _entry_id(wanted) if wanted != b"*" else self._next_id(stream)
         stream.add(entry_id, fields)
         stream.trim(oldest)
-        added, self._added = self._added, []
+        added, self._added = self._added, {}
         for future in added:
             if not future.done():
                 future.set_result(None)
@@ -274,8 +274,12 @@ class MemoryRedis:
         with suppress(TimeoutError):
             async with asyncio.timeout(int(options[b"BLOCK"]) / 1000):
                 while not (found := self._do_xrange(key, b"%d-%d" % (millis, number + 1), b"+")):
-                    self._added.append(loop.create_future())
-                    await self._added[-1]
+                    added = loop.create_future()
+                    self._added[added] = None
+                    try:
+                        await added
+                    finally:
+                        self._added.pop(added, None)
                 return [[key, found[: int(options[b"COUNT"])]]]
         return None
 
