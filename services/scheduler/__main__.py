@@ -36,6 +36,7 @@ from services.scheduler.adapters.gateways.servicer import SchedulerServicer
 from services.scheduler.adapters.pool.pool_client import PoolClient
 from services.scheduler.adapters.replica import ReplicaClient, ReplicaShape
 from services.scheduler.adapters.replica_config import scheduler_config
+from services.scheduler.adapters.telemetry.engine_metrics import StartingCollector
 from services.scheduler.adapters.telemetry.replica_metrics import ReplicaMetrics
 from services.scheduler.adapters.telemetry.step_log import scheduler_with_log
 from services.scheduler.adapters.telemetry.step_tracer import STEP_SERVICE
@@ -88,44 +89,49 @@ async def _serve(
     )
     replica = ReplicaClient(pool, workers, partial(scheduler_config, settings))
     try:
-        shape = await _unless_stopped(replica, stop)
-        config = scheduler_config(settings, shape)
-        step_tracing = tracing.of(STEP_SERVICE)
-        pool_port = TracedPool(pool, step_tracing)
-        transfers = TRANSFERS(config, shape.description.num_tier_blocks)
-        replica.on_new_workers = transfers.on_new_workers
-        with scheduler_with_log(
-            settings.step_log, config, pool_port, shape, transfers.connect
-        ) as scheduler:
-            executor = TracedExecutor(workers, step_tracing)
-            ecosystem.publish_events(scheduler)
-            server = GrpcServer(tls=tls, has_local_streams=True)
+        shared = [TlsCollector(tls), TracingCollector(tracing)]
+        metrics = ReplicaMetrics(
+            Exposition(SERVICE, [StartingCollector()], shared),
+            pool_channel,
+            worker_channels,
+            {"engine": settings.replica},
+        )
+        with serving_metrics(metrics.render, settings.metrics_address):
+            shape = await _unless_stopped(replica, stop)
+            config = scheduler_config(settings, shape)
+            step_tracing = tracing.of(STEP_SERVICE)
+            pool_port = TracedPool(pool, step_tracing)
+            transfers = TRANSFERS(config, shape.description.num_tier_blocks)
+            replica.on_new_workers = transfers.on_new_workers
+            with scheduler_with_log(
+                settings.step_log, config, pool_port, shape, transfers.connect
+            ) as scheduler:
+                executor = TracedExecutor(workers, step_tracing)
+                ecosystem.publish_events(scheduler)
+                server = GrpcServer(tls=tls, has_local_streams=True)
 
-            async def set_ready(ready: bool) -> None:
-                await server.set_ready(ready)
-                await ecosystem.set_ready(ready)
+                async def set_ready(ready: bool) -> None:
+                    await server.set_ready(ready)
+                    await ecosystem.set_ready(ready)
 
-            parts = Parts(
-                settings,
-                tracing,
-                shape,
-                scheduler,
-                executor,
-                workers,
-                replica,
-                pool_channel,
-                node_name(owner.name, owner.started_unix_nanos),
-                set_ready,
-            )
-            ecosystem.serve_vllm_engine(parts, shape)
-            service = SchedulerService(settings, server, parts, ecosystem, registration)
-            shared = [TlsCollector(tls), TracingCollector(tracing)]
-            collectors = (*parts.collectors, registration, *transfers.collectors)
-            own = Exposition(SERVICE, collectors, shared)
-            labels = {"model_name": shape.description.model_name, "engine": settings.replica}
-            metrics = ReplicaMetrics(own, pool_channel, worker_channels, labels)
-            serve_collect(server, metrics.collect)
-            with serving_metrics(metrics.render, settings.metrics_address):
+                parts = Parts(
+                    settings,
+                    tracing,
+                    shape,
+                    scheduler,
+                    executor,
+                    workers,
+                    replica,
+                    pool_channel,
+                    node_name(owner.name, owner.started_unix_nanos),
+                    set_ready,
+                )
+                ecosystem.serve_vllm_engine(parts, shape)
+                service = SchedulerService(settings, server, parts, ecosystem, registration)
+                collectors = (*parts.collectors, registration, *transfers.collectors)
+                metrics.own = Exposition(SERVICE, collectors, shared)
+                metrics.labels = {**metrics.labels, "model_name": shape.description.model_name}
+                serve_collect(server, metrics.collect)
                 await service.run(stop)
     except Aborted:
         logger.info("stopped before the kvpool and the workers could be opened")

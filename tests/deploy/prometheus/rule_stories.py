@@ -113,6 +113,7 @@ _OF_WORKER = f'{OF_REPLICA},service="worker",rank="0"'
 _ENGINE = {"model_name": "m", "engine": "e"}
 _REPLICA = _ENGINE | {"instance": "r:9101"}
 _RECOVERIES = f'stepwell_recoveries_total{{{OF_REPLICA},lost="workers"}}'
+_STARTING = 'stepwell_engine_state{instance="r:9101",engine="e",state="starting"}'
 _DROPPED = 'stepwell_trace_spans_dropped_total{job="stepwell",instance="g",service="gateway"'
 _CERTIFICATE = (
     'stepwell_tls_certificate_seconds_left{job="stepwell",instance="g",service="gateway",'
@@ -125,6 +126,16 @@ STORIES = {
         {'up{job="stepwell-replica",instance="r:9101"}': "1x30", 'up{job="other"}': "0x30"},
         {"job": "stepwell-replica", "instance": "r:9101"},
         "critical",
+    ),
+    "StepwellStartSlow": AlertStory(
+        {_STARTING: "1x30"},
+        # The model is loaded after ten minutes.
+        {
+            _STARTING: "1x10 _x20",
+            f'stepwell_engine_state{{{OF_REPLICA},state="idle"}}': "_x10 1x20",
+        },
+        {"instance": "r:9101", "engine": "e", "state": "starting"},
+        minute=25,
     ),
     "StepwellNoReplicaReady": AlertStory(
         _replicas(0) | {f'stepwell_gateway_replicas_expected{{instance="g",{MODEL}}}': "1x30"},

@@ -124,6 +124,10 @@ def test_what_selects_pods_or_services_finds_some(release: Rendered) -> None:
         ]
         offered = {port["name"] for service in services for port in service["spec"]["ports"]}
         assert {end["port"] for end in monitor["spec"]["endpoints"]} <= offered
+        # A pod that still downloads its model is not down.
+        pending = {"sourceLabels": ["__meta_kubernetes_pod_phase"], "regex": "Pending"}
+        for end in monitor["spec"]["endpoints"]:
+            assert end["relabelings"][0] == {**pending, "action": "drop"}
     for scaler in release.of("HorizontalPodAutoscaler") + release.of("ScaledObject"):
         target = scaler["spec"]["scaleTargetRef"]
         (scaled,) = (

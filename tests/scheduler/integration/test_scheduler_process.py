@@ -11,10 +11,11 @@ from stepwell.worker.v1 import worker_pb2
 
 from services.common.errors import StepwellError
 from services.common.rpc.protocol import PROTOCOL, own_release
+from tests.plain_http import http_get
 from tests.scheduler.fake_worker import FakeWorker
 from tests.scheduler.paged_model import continuation
 from tests.scheduler.scheduler_process import SchedulerProcess, running_scheduler
-from tests.scheduler.serving_replica import Gateway, Pool, sampling
+from tests.scheduler.serving_replica import SECONDS, Gateway, Pool, sampling
 from tests.scheduler.story import prompt
 
 
@@ -107,6 +108,43 @@ async def test_it_can_be_stopped_while_it_waits_for_pool_and_workers(free_port: 
         assert await scheduler.wait() == 0
     finally:
         await scheduler.close()
+
+
+async def test_metrics_are_served_while_the_worker_starts(free_port: int) -> None:
+    """Otherwise a long start would look as if the scheduler had ended."""
+    worker, pool = FakeWorker(), Pool()
+    worker.protocol = 9
+    scheduler = await SchedulerProcess.start(
+        *("--kvpool", await pool.start(), "--workers", await worker.start()),
+        *("--address", "127.0.0.1:0", "--log-format", "json", "--replica", "r"),
+        *("--metrics-address", f"127.0.0.1:{free_port}"),
+    )
+
+    def states() -> dict[str, str]:
+        text = http_get(f"http://127.0.0.1:{free_port}/metrics").text
+        assert "stepwell_build_info{" in text
+        lines = (line for line in text.splitlines() if line.startswith("stepwell_engine_state{"))
+        return dict(line.removeprefix("stepwell_engine_state").rsplit(" ", 1) for line in lines)
+
+    async def until_logged(text: str) -> None:
+        assert scheduler.process.stderr is not None
+        while text not in (await scheduler.process.stderr.readline()).decode():
+            pass
+
+    try:
+        async with asyncio.timeout(SECONDS):
+            await until_logged("this worker has version 9.0")
+            starting = await asyncio.to_thread(states)
+            worker.protocol = PROTOCOL
+            await until_logged("serving on")
+            served = await asyncio.to_thread(states)
+        assert starting == {'{engine="r",state="starting"}': "1.0"}
+        assert served['{engine="r",model_name="paged",state="idle"}'] == "1.0"
+        assert not any("starting" in labels for labels in served)
+    finally:
+        await scheduler.close()
+        await worker.stop()
+        await pool.stop()
 
 
 async def test_it_waits_for_a_worker_of_its_own_protocol_and_says_so_once() -> None:

@@ -26,6 +26,13 @@ _DEFERRED = frozenset({WaitReason.HELD_BACK, WaitReason.PAUSED, WaitReason.RECOV
 """Wait reasons that vLLM's metric counts as "deferred", because more capacity would not help."""
 
 
+class StartingCollector(Collector):
+    """The state of a replica without an engine, because its pool or workers are not open yet."""
+
+    def collect(self) -> Iterator[Metric]:
+        yield by_label(replica.ENGINE_STATE, {"starting": 1})
+
+
 @dataclass(eq=False)
 class EngineCollector(Collector):
     """Collects metrics of an engine's queues, steps and losses."""

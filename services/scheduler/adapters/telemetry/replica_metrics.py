@@ -12,6 +12,9 @@ from services.common.telemetry.metrics_servicer import collect_from
 class ReplicaMetrics:
     """Merges the scheduler's metrics with the metrics of the pool and the workers at each scrape.
     Leaves out processes that do not reply. Must be created in a running event loop.
+
+    `own` are the scheduler's metrics. `labels` are added to all series. Workers' series also get
+    the label `rank`. Both change when the workers have loaded the model, which has a name then.
     """
 
     def __init__(
@@ -21,22 +24,19 @@ class ReplicaMetrics:
         workers: Sequence[grpc.aio.Channel],
         labels: Mapping[str, str],
     ) -> None:
-        """`labels` are added to all series. Workers' series also get the label `rank`."""
-        self._own = own
-        self._labels = dict(labels)
-        self._others = [
-            (pool, self._labels),
-            *((worker, {**self._labels, "rank": str(rank)}) for rank, worker in enumerate(workers)),
-        ]
+        self.own = own
+        self.labels = labels
+        ranks = ((worker, {"rank": str(rank)}) for rank, worker in enumerate(workers))
+        self._others: list[tuple[grpc.aio.Channel, dict[str, str]]] = [(pool, {}), *ranks]
         self._loop = asyncio.get_running_loop()
 
     async def collect(self, labels: Mapping[str, str], exemplars: bool) -> bytes:
         """The metrics as text, with `labels` added to all series, optionally with exemplars."""
-        added = dict(labels)
+        added = {**self.labels, **labels}
         own, *others = await asyncio.gather(
-            asyncio.to_thread(self._own.render, {**self._labels, **added}, exemplars=exemplars),
+            asyncio.to_thread(self.own.render, added, exemplars=exemplars),
             *(
-                collect_from(channel, {**theirs, **added}, exemplars=exemplars)
+                collect_from(channel, {**added, **theirs}, exemplars=exemplars)
                 for channel, theirs in self._others
             ),
         )
