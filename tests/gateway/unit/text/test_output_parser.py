@@ -165,6 +165,33 @@ def test_reasoning_that_the_prompt_began() -> None:
     assert read(form, ["cut short"]) == ("", "cut short", [])
 
 
+MARKED = pytest.mark.parametrize(
+    "recorded",
+    [r for r in RECORDED if TOOL_FORMATS[r.format].starts and r.calls and not r.reasoning],
+    ids=lambda one: one.format,
+)
+
+
+@MARKED
+def test_calls_in_reasoning_that_never_ends_are_calls(recorded: Recorded) -> None:
+    thinks = REASONING_FORMATS["qwen3"]
+    tools = TOOL_FORMATS[recorded.format]
+    form = OutputForm(tools=tools, schemas=SCHEMAS, reasoning=thinks, begins_in_reasoning=True)
+    text = f"hm {recorded.text}"
+    whole = content, reasoning, calls = read(form, [text])
+    assert read(form, text) == whole
+    assert (content, reasoning) == ("", f"hm {recorded.content}".rstrip())
+    assert [(n, json.loads(a)) for n, a in calls] == CALLS
+
+
+@MARKED
+def test_calls_in_reasoning_that_ends_are_reasoning(recorded: Recorded) -> None:
+    tools, thinks = TOOL_FORMATS[recorded.format], REASONING_FORMATS["qwen3"]
+    form = OutputForm(tools=tools, schemas=SCHEMAS, reasoning=thinks)
+    text = f"<think>hm {recorded.text} ?</think>Hi."
+    assert read(form, text) == read(form, [text]) == ("Hi.", f"hm {recorded.text} ?", [])
+
+
 @pytest.mark.parametrize(
     ("prompt", "text", "expected"),
     [

@@ -45,6 +45,10 @@ class ToolFormat:
     make: Callable[[Schemas], ReadAnswer]
     marks: tuple[str, ...]
     """The texts that delimit calls. Some may be special tokens of the model."""
+    starts: tuple[str, ...] = ()
+    """Texts with which calls start, and which models hardly ever write otherwise. They end
+    reasoning that has no end mark.
+    """
     envelope: Envelope | None = None
     id_length: int | None = None
 
@@ -77,10 +81,13 @@ def _deepseek_v32(schemas: Schemas) -> ReadAnswer:
 _HERMES = ToolFormat(
     _same(read_hermes),
     ("<tool_call>", "</tool_call>"),
+    ('<tool_call>\n{"name', '<tool_call>{"name'),
     Envelope("<tool_call>", '<tool_call>\n{{"name": {json_name}, "arguments": ', "}\n</tool_call>"),
 )
 _LLAMA3 = ToolFormat(_llama3_json, LLAMA3_MARKS)
-_QWEN_XML = ToolFormat(_qwen_xml, QWEN_TAGS.marks)
+_QWEN_XML = ToolFormat(
+    _qwen_xml, QWEN_TAGS.marks, ("<tool_call>\n<function=", "<tool_call><function=")
+)
 _PYTHONIC = ToolFormat(_pythonic, PYTHONIC_MARKS)
 _DEEPSEEK_END = "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
 
@@ -93,6 +100,7 @@ TOOL_FORMATS = {
     "mistral": ToolFormat(
         _same(headed_calls.read_mistral),
         headed_calls.MISTRAL_MARKS,
+        ("[TOOL_CALLS]",),
         Envelope("[TOOL_CALLS]", "[TOOL_CALLS]{name}[ARGS]", ""),
         id_length=9,
     ),
@@ -101,6 +109,7 @@ TOOL_FORMATS = {
     "deepseek_v3": ToolFormat(
         _same(headed_calls.read_deepseek_v3),
         headed_calls.DEEPSEEK_MARKS,
+        (headed_calls.DEEPSEEK_MARKS[0],),
         Envelope(
             "<｜tool▁calls▁begin｜>",
             "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
@@ -110,13 +119,14 @@ TOOL_FORMATS = {
     "deepseek_v31": ToolFormat(
         _same(headed_calls.read_deepseek_v31),
         headed_calls.DEEPSEEK_MARKS,
+        (headed_calls.DEEPSEEK_MARKS[0],),
         Envelope(
             "<｜tool▁calls▁begin｜>",
             "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{name}<｜tool▁sep｜>",
             _DEEPSEEK_END,
         ),
     ),
-    "deepseek_v32": ToolFormat(_deepseek_v32, DSML_TAGS.marks),
+    "deepseek_v32": ToolFormat(_deepseek_v32, DSML_TAGS.marks, (DSML_TAGS.outer_open,)),
     "openai": ToolFormat(_same(read_harmony), HARMONY_MARKS),
 }
 

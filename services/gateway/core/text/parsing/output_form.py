@@ -54,6 +54,7 @@ class OutputForm:
         return OutputParser(
             self._read_answer(),
             None if reads_channels else self.reasoning,
+            call_starts=() if self.tools is None else self.tools.starts,
             begins_in_reasoning=self.begins_in_reasoning and not reads_channels,
             max_calls=self._max_calls,
             before=self.open_message if reads_channels else "",

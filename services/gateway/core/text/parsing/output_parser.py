@@ -23,17 +23,19 @@ class OutputParser:
         read_answer: ReadAnswer,
         reasoning: ReasoningFormat | None = None,
         *,
+        call_starts: tuple[str, ...] = (),
         begins_in_reasoning: bool = False,
         max_calls: int | None = None,
         before: str = "",
     ) -> None:
-        """Calls after the first `max_calls` calls are dropped. `before` is text at the end of the
-        prompt that the answer continues. It is parsed first, and its events are dropped.
+        """`call_starts` are texts that end reasoning which has no end mark. Calls after the first
+        `max_calls` calls are dropped. `before` is text at the end of the prompt that the answer
+        continues. It is parsed first, and its events are dropped.
         """
         self._reader = Reader()
         self._sink = Sink(max_calls)
         self._sink.in_reasoning = begins_in_reasoning
-        self._work = self._read(read_answer, reasoning)
+        self._work = self._read(read_answer, reasoning, call_starts)
         next(self._work)
         if before:
             self.feed(before)
@@ -58,10 +60,15 @@ class OutputParser:
         next(self._work, None)
         return self._sink.take()
 
-    def _read(self, read_answer: ReadAnswer, reasoning: ReasoningFormat | None) -> Reading[None]:
+    def _read(
+        self,
+        read_answer: ReadAnswer,
+        reasoning: ReasoningFormat | None,
+        call_starts: tuple[str, ...],
+    ) -> Reading[None]:
         yield
         if reasoning is not None:
-            yield from read_reasoning(self._reader, self._sink, reasoning)
+            yield from read_reasoning(self._reader, self._sink, reasoning, call_starts)
         yield from read_answer(self._reader, self._sink)
         yield from self._reader.rest(self._sink.content)
         self._sink.end()

@@ -62,6 +62,11 @@ class Reader:
         """Reads `count` characters, which a `peek` must have returned before."""
         self._pass(self._at + count)
 
+    def unread(self, text: str) -> None:
+        """Puts text that was read back, so that it is read next."""
+        self._text = text + self._text[self._at :]
+        self._at = 0
+
     def skip_space(self) -> Reading[str]:
         """Skips white space. Returns the next character without reading it, or "" at the text's
         end.

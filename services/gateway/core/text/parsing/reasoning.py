@@ -64,8 +64,12 @@ class PromptedReasoning:
     state: ReasoningState
 
 
-def read_reasoning(reader: Reader, sink: Sink, form: ReasoningFormat) -> Reading[None]:
-    """Reads the reasoning at the start of the text, if there is any."""
+def read_reasoning(
+    reader: Reader, sink: Sink, form: ReasoningFormat, call_starts: tuple[str, ...] = ()
+) -> Reading[None]:
+    """Reads the reasoning at the start of the text, if there is any. Reasoning without an end mark
+    ends before the first of `call_starts`, since models sometimes forget the mark before a call.
+    """
     if not sink.in_reasoning:
         space: list[str] = []
         first = yield from _leading_space(reader, space)
@@ -75,7 +79,14 @@ def read_reasoning(reader: Reader, sink: Sink, form: ReasoningFormat) -> Reading
     sink.begin_reasoning()
     if (yield from _repeats_start(reader, form)):
         sink.begin_reasoning()
-    if (yield from reader.until((form.end,), sink.reasoning)):
+    marker = yield from reader.until((form.end, *call_starts), sink.reasoning)
+    if marker in call_starts:
+        text, end = yield from reader.text_until((form.end,))
+        if end:
+            sink.reasoning(marker + text)
+        else:
+            reader.unread(marker + text)
+    if marker:
         sink.end_reasoning()
 
 
