@@ -148,6 +148,19 @@ def bare_rules(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [str(path) for path in sorted(directory.glob("*.yml"))]
 
 
+def test_every_refusal_for_lack_of_capacity_counts_as_one() -> None:
+    """The documented refusals with 503 are in the alerts' ratios and on the page /ui."""
+    table = (ROOT / "docs" / "scaling.md").read_text().partition("| refusal |")[2]
+    reasons = set(re.findall(r"503 `(\w+)`|; `(\w+)` after", table.partition("\n\n")[0]))
+    documented = {first or second for first, second in reasons}
+    assert len(documented) == 6
+    page = (ROOT / "services/gateway/options/viewer/ui/overview.js").read_text()
+    ratios = {rule["record"]: rule["expr"] for rule in rules() if "record" in rule}
+    for name in ("stepwell:refused_ratio:rate5m", "stepwell:tenant_refused_ratio:rate5m"):
+        assert documented <= set(re.split(r'[|"]', ratios[name]))
+    assert documented <= set(re.findall(r'"(\w+)"', page))
+
+
 @needs_promtool
 @pytest.mark.parametrize("name", STORIES)
 def test_an_alert_fires_and_its_panel_is_red_for_what_it_watches_and_for_nothing_else(

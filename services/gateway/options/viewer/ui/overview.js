@@ -5,7 +5,7 @@ import { age, byId, clock, count, element, milliseconds, percent } from "./text.
 
 const DAY = 86400;
 const EXPIRES_SOON = 7 * DAY; // the threshold of the alert StepwellCertificateExpires
-const REFUSED_BY_LOAD = new Set(["queue_full", "queue_too_long", "queue_timeout", "too_many_concurrent_requests", "no_replica_ready"]);
+const REFUSED_BY_LOAD = new Set(["queue_full", "queue_too_long", "queue_timeout", "too_many_concurrent_requests", "queued_tokens", "too_many_large_bodies", "no_replica_ready"]);
 
 export async function showOverview() {
   const overview = await get("activity/overview");
