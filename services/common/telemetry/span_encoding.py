@@ -29,7 +29,9 @@ Attributes = Mapping[str, Any]
 
 
 def encoded_spans(spans: Sequence[ReadableSpan]) -> ExportTraceServiceRequest:
-    """Returns the same message as the SDK's `encode_spans`."""
+    """Returns the same message as the SDK's `encode_spans`. A value that OTLP cannot express, such
+    as None or a larger integer than 64 bits, is sent as text, since it would lose all of `spans`.
+    """
     groups: dict[tuple[int, int], list[ReadableSpan]] = defaultdict(list)
     for span in spans:
         groups[id(span.resource), id(span.instrumentation_scope)].append(span)
@@ -120,7 +122,10 @@ def _attribute(key: str, value: Any) -> KeyValue:
     is_small = type(value) is int and 0 <= value < _SMALL
     if is_small or isinstance(value, bool):
         return _frequent(key, value)
-    return KeyValue(key=key, value=_value(value))
+    try:
+        return KeyValue(key=key, value=_value(value))
+    except (TypeError, ValueError):
+        return KeyValue(key=key, value=AnyValue(string_value=ascii(value)))
 
 
 @lru_cache(_MANY, typed=True)

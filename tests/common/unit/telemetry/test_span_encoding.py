@@ -73,3 +73,10 @@ def test_spans_of_several_resources() -> None:
     spans = [span(1), span(2, THERE), span(3), span(4, THERE)]
     assert encoded_spans(spans) == encode_spans(spans)
     assert encoded_spans([]) == encode_spans([])
+
+
+@pytest.mark.parametrize("value", [None, 2**70, "\ud800", [1, None]])
+def test_an_attribute_that_otlp_cannot_express_loses_no_span(value: Any) -> None:
+    spans = [span(1, attributes={"bad": value, "good": 1}), span(2)]
+    as_text = [span(1, attributes={"bad": ascii(value), "good": 1}), span(2)]
+    assert encoded_spans(spans) == encode_spans(as_text)
