@@ -122,7 +122,8 @@ class Choice:
         reason, stop_reason = self._finish(delta, stop)
         text += rest
         if self._parser is not None and events is not None and reason is not None:
-            events += [*self._parser.feed(rest), *self._parser.finish()]
+            is_cut = reason is not FinishReason.STOP
+            events += [*self._parser.feed(rest), *self._parser.finish(is_cut=is_cut)]
         self.called += [event.name for event in events or () if isinstance(event, CallStart)]
         tokens = delta.token_ids if num_tokens is None else delta.token_ids[:num_tokens]
         logprobs = delta.logprobs

@@ -15,6 +15,8 @@ from services.gateway.core.request.delta import Delta
 from services.gateway.core.request.generation import Answer
 from services.gateway.core.request.logprobs import LogprobRows
 from services.gateway.core.request.request import ClientRequest, EngineRequest, Prompt
+from services.gateway.core.text.parsing.catalog import TOOL_FORMATS
+from services.gateway.core.text.parsing.output_form import OutputForm
 from services.gateway.core.text.stop_strings import StopPatterns
 from tests.gateway.tiny_tokenizer import write_marked_tokenizer, write_tokenizer
 
@@ -95,6 +97,20 @@ def test_the_grouping_of_tokens_does_not_matter(
     assert replace(grouped.last, text="", token_ids=[], offsets=None, logprobs=None) == replace(
         single.last, text="", token_ids=[], offsets=None, logprobs=None
     )
+
+
+@pytest.mark.parametrize(
+    ("reason", "arguments"),
+    [(FinishReason.STOP, '{"a": "1"}'), (FinishReason.LENGTH, '{"a": "1"')],
+)
+def test_only_a_call_that_the_model_ended_looks_complete(
+    tokenizer, reason: FinishReason, arguments: str
+):
+    form = OutputForm(tools=TOOL_FORMATS["qwen3_coder"])
+    tokens = encode(tokenizer, "<tool_call><function=f><parameter=a>1</parameter>")
+    choice = make_choice(tokenizer, output_form=form)
+    answer = play(choice, [tokens], Finish(reason), logprobs=False)
+    assert [call.arguments for call in answer.message.calls] == [arguments]
 
 
 def test_a_stop_string_ends_the_answer_at_its_token(tokenizer):

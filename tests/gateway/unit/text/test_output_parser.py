@@ -14,6 +14,7 @@ from transformers.utils.chat_parsing import parse_response
 from services.gateway.core.text.parsing.catalog import REASONING_FORMATS, TOOL_FORMATS
 from services.gateway.core.text.parsing.events import ParsedMessage
 from services.gateway.core.text.parsing.formats.harmony import open_message
+from services.gateway.core.text.parsing.formats.schemas import is_json
 from services.gateway.core.text.parsing.output_form import OutputForm
 from tests.gateway.model_outputs import CALLS, RECORDED, SCHEMAS, Recorded
 
@@ -42,12 +43,14 @@ TEMPLATES: dict[str, Any] = {
 }
 
 
-def read(form: OutputForm, pieces: Sequence[str]) -> tuple[str, str, list[tuple[str, str]]]:
+def read(
+    form: OutputForm, pieces: Sequence[str], *, is_cut: bool = False
+) -> tuple[str, str, list[tuple[str, str]]]:
     """Parses a text that arrives in pieces. Returns its content, reasoning, and tool calls."""
     parser, message = form.make_parser(), ParsedMessage()
     for piece in pieces:
         message.add(parser.feed(piece))
-    message.add(parser.finish())
+    message.add(parser.finish(is_cut=is_cut))
     return message.content, message.reasoning, [(c.name, c.arguments) for c in message.calls]
 
 
@@ -57,6 +60,14 @@ def test_an_answer_that_is_cut_off_has_no_part_of_a_name(recorded: Recorded) -> 
     for end in range(len(recorded.text)):
         _, _, calls = read(recorded.form, [recorded.text[:end]])
         assert [name for name, _ in calls] == names[: len(calls)]
+
+
+@EVERY
+def test_a_call_that_is_cut_off_does_not_look_complete(recorded: Recorded) -> None:
+    for end in range(len(recorded.text)):
+        _, _, calls = read(recorded.form, [recorded.text[:end]], is_cut=True)
+        for (_, written), (_, arguments) in zip(calls, CALLS, strict=False):
+            assert not is_json(written) or json.loads(written) == arguments
 
 
 @EVERY

@@ -51,9 +51,11 @@ class OutputParser:
         self._reader.feed(text)
         return self._go_on()
 
-    def finish(self) -> Sequence[OutputEvent]:
-        """Ends the text. Returns the remaining events."""
-        self._reader.end()
+    def finish(self, *, is_cut: bool = False) -> Sequence[OutputEvent]:
+        """Ends the text. Returns the remaining events. `is_cut` is whether the text ended before
+        the model ended it. A call in progress then stays incomplete.
+        """
+        self._reader.end(is_cut=is_cut)
         return self._go_on()
 
     def _go_on(self) -> Sequence[OutputEvent]:

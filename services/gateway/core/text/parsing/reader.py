@@ -32,6 +32,8 @@ class Reader:
         self._text = ""
         self._at = 0
         self._has_ended = False
+        self.was_cut = False
+        """Whether the text has ended before the model ended it."""
         self._recorded: list[str] | None = None
 
     def record(self) -> None:
@@ -49,8 +51,9 @@ class Reader:
         self._text = self._text[self._at :] + text
         self._at = 0
 
-    def end(self) -> None:
+    def end(self, *, is_cut: bool) -> None:
         self._has_ended = True
+        self.was_cut = is_cut
 
     def peek(self, count: int) -> Reading[str]:
         """Returns the next `count` characters, or fewer at the text's end, without reading them."""

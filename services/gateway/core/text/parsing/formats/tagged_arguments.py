@@ -48,7 +48,8 @@ def _read(tags: _Tags, schemas: Schemas, reader: Reader, sink: Sink) -> Reading[
 
 def _read_call(tags: _Tags, schemas: Schemas, reader: Reader, sink: Sink) -> Reading[str]:
     """Reads a call after the call's opening tag. Returns the tag that ended the call. A value or
-    call without a closing tag ends at the next opening tag, or at the outer closing tag.
+    call without a closing tag ends at the next opening tag, or at the outer closing tag. A call
+    without a closing tag also ends with the text, unless the text was cut.
     """
     head, closed = yield from reader.text_until((">",))
     if not closed:
@@ -68,7 +69,8 @@ def _read_call(tags: _Tags, schemas: Schemas, reader: Reader, sink: Sink) -> Rea
         separator = ", "
         if marker == tags.value_close:
             marker = yield from reader.until(ends, drop)
-    sink.arguments("{}" if separator == "{" else "}")
+    if marker or not reader.was_cut:
+        sink.arguments("{}" if separator == "{" else "}")
     return marker
 
 
