@@ -107,3 +107,5 @@ async def test_a_step_came_as_early_as_it_did_to_the_rank_that_had_it_last() -> 
     assert slack_of(a=5_000_000, b=-2_000_000, c=3_000_000) == -0.002
     assert slack_of(c=-4_000_000, a=5_000_000, b=1_000_000) == -0.004
     assert slack_of(a=None, b=None, c=None) is None
+    three_days = 3 * 86_400
+    assert slack_of(a=-three_days * 10**9, b=-1, c=-1) == -three_days  # idle before this step

@@ -96,7 +96,7 @@ WRONG: dict[str, Change] = {
     "it has the numbers of step 8 in generation 3": {"step": 8},
     "it has the numbers of step 9 in generation 4": {"generation": 4},
     "slack_nanos is longer than a day": {"execute_nanos": 2**63},
-    "slack_nanos is longer than a day ": {"slack_nanos": -(2**63)},
+    "slack_nanos is longer than a day ": {"slack_nanos": 2**62},
     "7 bytes are not a whole number of int32": {"token_ids": b"1234567"},
     "num_tokens: has 3 values for 4 requests": {"num_tokens": packed(1, 0, 2)},
     "num_tokens: has 0 values for 4 requests": {"num_tokens": b"", "token_ids": b""},
