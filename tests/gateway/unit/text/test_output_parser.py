@@ -405,6 +405,19 @@ def test_a_value_that_is_not_closed_ends_where_the_next_thing_begins(
     assert [(n, json.loads(a)) for n, a in calls] == [("f", {"i": 1, "s": "x"}), *others]
 
 
+@pytest.mark.parametrize("value", ["a</function>b", "a</tool_call>", "</function>\n</tool_call>c"])
+def test_a_value_may_contain_closing_tags_of_calls(value: str) -> None:
+    form = OutputForm(tools=TOOL_FORMATS["qwen3_coder"])
+    call = f"<tool_call><function=f><parameter=s>{value}</parameter></function></tool_call>"
+    text = f"{call}{call} ok"
+    whole = content, _, calls = read(form, [text])
+    assert read(form, text) == whole
+    assert content == "ok"
+    assert [json.loads(arguments) for _, arguments in calls] == [{"s": value}] * 2
+    cut = call.partition("</parameter>")[0]
+    assert read(form, [cut], is_cut=True) == ("", "", [("f", "")])
+
+
 F, G = [("f", {"i": 1})], [("f", {"i": 1}), ("g", {})]
 CALL_F, CALL_G = '{"name": "f", "parameters": {"i": 1}}', '{"name": "g", "parameters": {}}'
 OTHER = '{"name": "Bob", "parameters": {"i": 1}}'

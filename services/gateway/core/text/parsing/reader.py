@@ -67,8 +67,11 @@ class Reader:
 
     def unread(self, text: str) -> None:
         """Puts text that was read back, so that it is read next."""
-        self._text = text + self._text[self._at :]
-        self._at = 0
+        if self._text.endswith(text, 0, self._at):
+            self._at -= len(text)
+        else:
+            self._text = text + self._text[self._at :]
+            self._at = 0
 
     def skip_space(self) -> Reading[str]:
         """Skips white space. Returns the next character without reading it, or "" at the text's

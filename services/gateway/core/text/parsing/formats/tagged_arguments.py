@@ -61,7 +61,7 @@ def _read_call(tags: _Tags, schemas: Schemas, reader: Reader, sink: Sink) -> Rea
     marker = yield from reader.until(ends, drop)
     while marker == tags.value_open:
         head, _ = yield from reader.text_until((">",))
-        text, marker = yield from reader.text_until((tags.value_close, *ends))
+        text, marker = yield from _read_value(tags, reader)
         if not marker:
             return ""
         key, value = tags.value(schemas, name, head, text)
@@ -72,6 +72,23 @@ def _read_call(tags: _Tags, schemas: Schemas, reader: Reader, sink: Sink) -> Rea
     if marker or not reader.was_cut:
         sink.arguments("{}" if separator == "{" else "}")
     return marker
+
+
+def _read_value(tags: _Tags, reader: Reader) -> Reading[tuple[str, str]]:
+    """Reads a value. Returns its text, and the tag that ended it. A closing tag of a call is part
+    of the value if the value's closing tag follows before the next opening tag.
+    """
+    ends = (tags.value_close, tags.value_open, tags.call_open)
+    text, marker = yield from reader.text_until((*ends, tags.call_close, tags.outer_close))
+    if marker in ends or not marker:
+        return text, marker
+    further, end = yield from reader.text_until(ends)
+    if end == tags.value_close:
+        return text + marker + further, end
+    if not end and reader.was_cut:
+        return "", ""
+    reader.unread(further + end)
+    return text, marker
 
 
 def _qwen_value(schemas: Schemas, tool: str, head: str, text: str) -> tuple[str, str]:
