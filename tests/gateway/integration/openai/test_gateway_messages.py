@@ -189,6 +189,16 @@ async def test_an_empty_system_prompt_is_none(
     assert second == first
 
 
+async def test_claude_codes_billing_block_is_left_out(
+    hermes: Serving, client: anthropic.AsyncAnthropic
+) -> None:
+    for number in range(2):
+        billing = f"x-anthropic-billing-header: cc_version=2.1; cch={number};"
+        system: list[Any] = [{"type": "text", "text": text} for text in (billing, "be kind")]
+        await client.messages.create(**BASE, system=system)
+    assert served_prompts(hermes) == ["system:be kind;user:hi;A:"] * 2
+
+
 async def test_a_last_turn_of_the_assistant_is_continued(
     hermes: Serving, client: anthropic.AsyncAnthropic
 ) -> None:

@@ -16,6 +16,10 @@ from services.gateway.core.request.inference import Inference
 from services.gateway.core.request.request import ClientRequest, Prompt
 
 _TOOLS = ToolFields("tools[{}].name", "tools[{}].input_schema", "tools[{}].strict")
+_BILLING = "x-anthropic-billing-header"
+"""The beginning of the first block of Claude Code's system prompt. The block has a hash that
+differs in each request, so no prefix of the prompt would be found in the cache.
+"""
 _CHOICES = {"auto": AUTO, "any": REQUIRED, "tool": NONE, "none": NONE}
 
 
@@ -59,7 +63,7 @@ async def render(body: CountTokensBody, inference: Inference) -> str:
     """Renders the prompt. If its last turn is the assistant's, the answer continues that turn."""
     tools = body.tools or []
     check_tools([tool.callable for tool in tools], _TOOLS)
-    system = said(body.system)
+    system = [text for text in said(body.system) if not text.startswith(_BILLING)]
     turns = [{"role": "system", "content": system}] if any(system) else []
     for number, message in enumerate(body.messages):
         turns += message.to_template(f"messages[{number}]")
