@@ -68,18 +68,19 @@ def read_ropes(
     `theta`: the default base. `local_theta`: the default of `rope_local_base_freq`, the base of the
     embedding in layers with a window, whose frequencies are not scaled. If `local_theta` is None,
     all layers have the same embedding. `rope_parameters` may also have an entry for each type of
-    layer.
+    layer. If `rope_scaling` is present too, it replaces `rope_parameters`, except their base. Users
+    add it to stretch a model.
     """
-    values = config.nested("rope_parameters") or config.nested("rope_scaling")
-    full, sliding = values.nested("full_attention"), values.nested("sliding_attention")
-    if full or sliding:
-        local = _read_rope(config, sliding, local_theta or theta)
-        return _read_rope(config, full, theta), local
-    rope = _read_rope(config, values, config.positive_float("rope_theta", theta))
-    if local_theta is None:
+    stored = config.nested("rope_parameters")
+    values = config.nested("rope_scaling") or stored
+    full = values.nested("full_attention") or values
+    sliding = values.nested("sliding_attention") or stored.nested("sliding_attention")
+    kept = (stored.nested("full_attention") or stored).positive_float("rope_theta", theta)
+    rope = _read_rope(config, full, config.positive_float("rope_theta", kept))
+    if local_theta is None and not sliding:
         return rope, rope
-    local_theta = config.positive_float("rope_local_base_freq", local_theta)
-    return rope, _read_rope(config, JsonReader(config.path, {}), local_theta)
+    local_theta = config.positive_float("rope_local_base_freq", local_theta or theta)
+    return rope, _read_rope(config, sliding, local_theta)
 
 
 def _read_rope(config: JsonReader, values: JsonReader, theta: float) -> RopeConfig:

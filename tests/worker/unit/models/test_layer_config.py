@@ -67,6 +67,15 @@ def test_gemma_3_rotates_layers_with_a_window_by_another_base(tmp_path: Path) ->
         rope_scaling={"rope_type": "linear", "factor": 8.0},
     )
     assert [(x.rope.theta, x.rope.factor) for x in stretched.layers[4:]] == [(2e4, 1), (5e5, 8)]
+    scaled = {"rope_type": "linear", "factor": 8.0}
+    both = read(
+        tmp_path,
+        "gemma3",
+        rope_parameters={"full_attention": scaled, "sliding_attention": {"rope_type": "default"}},
+        rope_theta=5e5,
+        rope_local_base_freq=2e4,
+    )
+    assert both.layers == stretched.layers
 
 
 def test_which_layers_have_experts(tmp_path: Path) -> None:

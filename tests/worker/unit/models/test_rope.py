@@ -74,6 +74,21 @@ def test_old_and_new_spelling_mean_the_same(tmp_path: Path, kind: str) -> None:
     assert read_model_config(tmp_path).rope == new
 
 
+@pytest.mark.parametrize("outside", [{}, {"rope_theta": 5e5}])
+def test_rope_scaling_that_is_added_to_rope_parameters_replaces_them(
+    tmp_path: Path, outside: dict[str, object]
+) -> None:
+    """Model cards ask users to add it for long prompts. The model keeps its base."""
+    parameters = {"rope_type": "default", "rope_theta": 5e5}
+    added = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    save_config(tmp_path, "llama", rope_parameters=parameters, rope_scaling=added, **outside)
+    rope = read_model_config(tmp_path).rope
+    alone = {**added, "rope_theta": 5e5}
+    save_config(tmp_path, "llama", rope_parameters=alone)
+    assert read_model_config(tmp_path).rope == rope
+    assert rope.rope_type is RopeType.YARN
+
+
 def test_the_dynamic_base_is_unscaled_up_to_the_trained_length_and_then_fixed(
     tmp_path: Path,
 ) -> None:
