@@ -299,6 +299,29 @@ async def test_what_the_developer_said_is_in_the_prompt(
     assert rendered == f"{role}:Be short.;user:hi;"
 
 
+# Qwen 3.5's templates refuse a system turn that is not the first turn.
+_FIRST = "{% if m.role == 'system' and not loop.first %}{{ raise_exception('first') }}{% endif %}"
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+async def test_system_turns_that_a_template_refuses_are_in_the_first_turn(
+    tokenizer: HfTokenizer, role: str
+) -> None:
+    body = "{% for m in messages %}" + _FIRST + ROLES["others are refused"] + "{% endfor %}"
+    tokenizer._tokenizer.chat_template = body
+    user = {"role": "user", "content": "hi"}
+    for first in ([], [{"role": "system", "content": ["a", "b"]}]):
+        rendered = await render_turns(
+            tokenizer,
+            [*first, user, {"role": role, "content": "Be short."}, user],
+            add_generation_prompt=False,
+            continue_final_message=False,
+            variables={},
+        )
+        start = "a\nb\n" if first else ""
+        assert rendered == f"system:{start}Be short.;user:hi;user:hi;"
+
+
 async def test_the_first_error_of_a_template_counts(tokenizer: HfTokenizer) -> None:
     tokenizer._tokenizer.chat_template = (
         "{% set a = messages[0].tool_calls[0].function.arguments %}"

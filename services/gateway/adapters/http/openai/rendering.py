@@ -22,7 +22,8 @@ async def render_turns(tokenizer: Tokenizer, turns: Turns, **options: Any) -> st
     In `turns`, the arguments of a call are an object, or a text if they are not a JSON object. If
     the template raises an error, or omits one of these texts or a developer's text from the prompt,
     the turns are rendered again: with all arguments as texts, with all arguments as objects, where
-    a text becomes the only value of an object, and with the role `system` in place of `developer`.
+    a text becomes the only value of an object, with the role `system` in place of `developer`, and
+    with the texts of all system turns in the first turn.
     If no prompt contains all texts, the first prompt is returned. If all attempts raised an error,
     the first error is raised.
     """
@@ -54,22 +55,36 @@ def _arguments(turns: Turns) -> Iterator[dict[str, Any] | str]:
 
 
 def _forms(turns: Turns) -> Iterator[Turns]:
+    """Yields the turns unchanged, and with arguments in other forms. If they contain turns of the
+    developer, then yields the same forms with these turns as the system's. If there are system
+    turns after the first turn, then yields the same forms with one system turn.
+    """
+    yield from _forms_of_arguments(turns)
+    if any(map(_is_developers, turns)):
+        turns = [{**turn, "role": "system"} if _is_developers(turn) else turn for turn in turns]
+        yield from _forms_of_arguments(turns)
+    if any(map(_is_systems, turns[1:])):
+        texts = [text for turn in turns if _is_systems(turn) for text in texts_of(turn["content"])]
+        others = [turn for turn in turns if not _is_systems(turn)]
+        yield from _forms_of_arguments([{"role": "system", "content": texts}, *others])
+
+
+def _forms_of_arguments(turns: Turns) -> Iterator[Turns]:
     """Yields the turns unchanged. If they contain calls, also yields them with all arguments as
-    texts, and with all arguments as objects. If they contain turns of the developer, then yields
-    the same forms with these turns as the system's.
+    texts, and with all arguments as objects.
     """
     yield turns
     if any("tool_calls" in turn for turn in turns):
         yield [_with_arguments(turn, _as_text) for turn in turns]
         yield [_with_arguments(turn, _as_object) for turn in turns]
-    if any(map(_is_developers, turns)):
-        yield from _forms(
-            [{**turn, "role": "system"} if _is_developers(turn) else turn for turn in turns]
-        )
 
 
 def _is_developers(turn: Mapping[str, Any]) -> bool:
     return bool(turn["role"] == "developer")
+
+
+def _is_systems(turn: Mapping[str, Any]) -> bool:
+    return bool(turn["role"] == "system")
 
 
 def _as_text(arguments: dict[str, Any] | str) -> str:
