@@ -71,8 +71,16 @@ async def _ask_turns(gateway: str, request: Request, answer: Answer) -> None:
                 return
             await asyncio.sleep(request.pause_seconds)
     finally:
-        with suppress(*LOST):
-            await _json(gateway, "DELETE", path)
+        try:
+            await _delete(gateway, path)
+        except asyncio.CancelledError:  # the client leaves at this moment
+            await _delete(gateway, path)
+            raise
+
+
+async def _delete(gateway: str, path: str) -> None:
+    with suppress(*LOST):
+        await _json(gateway, "DELETE", path)
 
 
 async def _end_during(asking: Any, gateway: str, path: str) -> None:
