@@ -8,6 +8,7 @@ from importlib import import_module
 from services.common.rpc.grpc_core import silence_grpc
 
 COMMANDS = {
+    "day": "a day without requests in virtual time; fails if a context is lost or memory grows",
     "endurance": "full load of mixed requests; fails if anything grows, leaks or breaks",
     "faults": "services are killed, stopped and terminated; fails if an answer fails or changes",
     "hostility": "generated attacks; fails if another client's stream pauses or memory grows",
