@@ -141,7 +141,12 @@ def save_alone(
             writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     _add_tokenizer(writer, directory, pre, config["vocab_size"])
     for key, value in metadata.items():
-        add = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}[type(value)]
+        add = {
+            bool: writer.add_bool,
+            int: writer.add_uint32,
+            float: writer.add_float32,
+            str: writer.add_string,
+        }[type(value)]
         add(key.replace("__", "."), value)
     if rope["rope_type"] == "llama3":
         writer.add_tensor("rope_freqs.weight", _llama3_divisors(rope, config))

@@ -119,14 +119,18 @@ class _Reader:
 
 
 def _rope_scaling(reader: _Reader) -> dict[str, Any] | None:
-    kind = reader.optional("rope.scaling.type")
-    if kind in (None, "none"):
+    """Files of 2023 have the factor of linear scaling as `rope.scale_linear`, and no type."""
+    kind = reader.optional("rope.scaling.type") or "linear"
+    factor = "rope.scaling.factor"
+    if kind == "linear" and reader.optional(factor) is None:
+        factor = "rope.scale_linear"
+    if kind == "none" or (kind == "linear" and reader.optional(factor) is None):
         return None
     if kind not in ("linear", "yarn"):
         raise GgufError(
             reader.file, f"rope.scaling.type {kind!r} is not supported; linear and yarn are"
         )
-    scaling = {"rope_type": kind, "factor": _shortest(reader.number("rope.scaling.factor"))}
+    scaling = {"rope_type": kind, "factor": _shortest(reader.number(factor))}
     original = reader.optional("rope.scaling.original_context_length")
     if original is not None:
         scaling["original_max_position_embeddings"] = original

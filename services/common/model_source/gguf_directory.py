@@ -20,7 +20,7 @@ from services.common.model_source.gguf_header import read_gguf_header
 from services.common.model_source.gguf_tokenizer import gguf_tokenizer
 
 SUFFIX = ".gguf"
-_FORM = 1
+_FORM = 2
 """The version of the generated files. It is increased when the code generates other contents."""
 _PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 

@@ -143,6 +143,18 @@ def test_the_configuration_is_that_of_the_directory(tmp_path: Path, kind: str) -
     assert read_model_config(directory) == read_model_config(model)
 
 
+@pytest.mark.parametrize("key", ["scale_linear", "scaling.factor"])
+def test_a_factor_without_a_type_is_of_linear_scaling(tmp_path: Path, key: str) -> None:
+    """As in llama.cpp. Files of 2023, such as vicuna-7b-v1.5-16k, have no type."""
+    plain, model = tmp_path / "plain", tmp_path / "model"
+    save_tiny_model(plain, "llama")
+    save_tiny_model(model, "llama_linear")
+    save_tokenizer(plain)
+    save_alone(plain, tmp_path / "old.gguf", "llama", **{f"llama.rope.{key}": 4.0})
+    directory = find_model(str(tmp_path / "old.gguf"))
+    assert read_model_config(directory).rope == read_model_config(model).rope
+
+
 def test_a_directory_with_nothing_but_a_file_is_that_file(tmp_path: Path) -> None:
     save_tiny_model(tmp_path / "model", "qwen2")
     save_tokenizer(tmp_path / "model")
