@@ -243,6 +243,7 @@ def _max_tokens(request: ClientRequest, num_prompt_tokens: int, limits: ModelLim
         return 0
     if request.prompt_only:
         return 1
-    if request.sampling.max_tokens is not None:
-        return request.sampling.max_tokens
-    return room if request.default_max_tokens is None else min(room, request.default_max_tokens)
+    wanted = request.sampling.max_tokens
+    if wanted is None:
+        wanted = request.default_max_tokens
+    return room if wanted is None else min(room, wanted)

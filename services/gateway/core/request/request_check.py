@@ -65,7 +65,9 @@ def check_request(request: ClientRequest, limits: ModelLimits) -> None:
 
 
 def check_prompt(prompt: Prompt, sampling: SamplingParams, limits: ModelLimits) -> None:
-    """Raises InvalidArgument or OutOfRange if a prompt cannot be served."""
+    """Raises InvalidArgument or OutOfRange if a prompt cannot be served. As in vLLM, `max_tokens`
+    may be more than what fits after the prompt, but not more than the context.
+    """
     length = len(prompt.token_ids)
     if length == 0:
         raise InvalidArgument("prompt must not be empty: the prompt has no tokens", field="prompt")
@@ -81,14 +83,11 @@ def check_prompt(prompt: Prompt, sampling: SamplingParams, limits: ModelLimits) 
         check_token_ids("prompt", prompt.token_ids, limits.vocab_size)
     if limits.pooler is not None:
         return
-    if sampling.max_tokens is not None and length + sampling.max_tokens > limits.capacity:
-        raise OutOfRange(
-            f"{_context_length(limits)} max_tokens is {sampling.max_tokens} and the prompt has "
-            f"{length}, together {length + sampling.max_tokens}",
-            field="max_tokens",
-            reason=CONTEXT_LENGTH_EXCEEDED,
-        )
-    room = limits.capacity - length if sampling.max_tokens is None else sampling.max_tokens
+    room = limits.capacity - length
+    if sampling.max_tokens is not None:
+        if sampling.max_tokens > limits.capacity:
+            raise answer_too_long(sampling.max_tokens, limits)
+        room = min(room, sampling.max_tokens)
     if sampling.min_tokens > room:
         raise InvalidArgument(
             f"min_tokens is {sampling.min_tokens}, but at most {room} can be generated",

@@ -35,7 +35,7 @@ COMPLETIONS: list[tuple[str, dict[str, Any], str]] = [
     ("prompt too long", {"prompt": [5] * 600}, "prompt"),
     ("prompt beyond the pool", {"prompt": [5] * 490}, "prompt"),
     ("no room for an answer", {"prompt": [5] * 480}, "prompt"),
-    ("together too long", {"prompt": [5] * 400, "max_tokens": 100}, "max_tokens"),
+    ("answer too long", {"prompt": [5], "max_tokens": 481}, "max_tokens"),
     (
         "no room for a truncated prompt",
         {"prompt": "a", "max_tokens": 600, "truncate_prompt_tokens": -1},
@@ -339,7 +339,7 @@ async def test_clients_know_an_error_of_length_by_its_words_and_its_code(served:
     for path, body, field in (
         ("/v1/completions", {"prompt": [5] * 600}, "prompt"),
         ("/v1/completions", {"prompt": "x" * 100_000}, "prompt"),
-        ("/v1/completions", {"prompt": [5] * 300, "max_tokens": 300}, "max_tokens"),
+        ("/v1/completions", {"prompt": [5] * 300, "max_tokens": 481}, "max_tokens"),
         ("/v1/chat/completions", {"messages": messages}, "messages"),
         ("/v1/chat/completions", {"messages": CHAT, "max_tokens": 500}, "max_tokens"),
     ):
@@ -353,6 +353,18 @@ async def test_clients_know_an_error_of_length_by_its_words_and_its_code(served:
     )
     response = await served.http.post("/v1/completions", json={"prompt": "a"})
     assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+async def test_an_answer_may_be_shorter_than_max_tokens_in_a_full_context(served: Serving) -> None:
+    for prompts, max_tokens, most in (
+        ([[5] * 400], 100, [80]),
+        ([[5] * 479, [5] * 9], 480, [1, 471]),
+        ([[5] * 400], 80, [80]),
+    ):
+        served.scheduler.adds.clear()
+        body = {"prompt": prompts, "max_tokens": max_tokens}
+        assert (await served.http.post("/v1/completions", json=body)).status_code == 200
+        assert [add.sampling.max_tokens for add in served.scheduler.adds] == most
 
 
 async def test_a_body_of_10_mb_is_not_read(served: Serving) -> None:
