@@ -100,6 +100,7 @@ class Traits:
     head_dim: int | None = None
     """Default of the key `head_dim`. None means `hidden_size` divided by the number of heads."""
     tie_word_embeddings: bool = False
+    rms_norm_eps: float = 1e-6
     theta: float = 10_000.0
     local_theta: float | None = None
     """The base of the rotary embedding in layers with a window. None means `theta`."""
@@ -123,6 +124,7 @@ TRAITS: dict[Architecture, Traits] = {
     Architecture.MIXTRAL: Traits(
         *(Biases.NONE, False, False, Windows.ALL, None),
         experts=ExpertLayout.MIXTRAL,
+        rms_norm_eps=1e-5,
         theta=1_000_000.0,
     ),
     Architecture.QWEN2: Traits(biases=Biases.QKV, windows=Windows.UPPER_IF_ENABLED),

@@ -99,7 +99,7 @@ def read_model_config(directory: Path) -> ModelConfig:
         num_heads=num_heads,
         num_kv_heads=reader.integer("num_key_value_heads", num_heads),
         head_dim=head_dim,
-        rms_norm_eps=reader.positive_float("rms_norm_eps", 1e-6),
+        rms_norm_eps=reader.positive_float("rms_norm_eps", traits.rms_norm_eps),
         layers=layers,
         rope=read_ropes(reader, theta=traits.theta, local_theta=None)[0],
         tie_word_embeddings=reader.boolean("tie_word_embeddings", traits.tie_word_embeddings),

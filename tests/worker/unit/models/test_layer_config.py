@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 from services.worker.models.config import ModelConfig, read_model_config
 from services.worker.models.errors import ModelConfigError, UnsupportedModel
@@ -76,6 +77,22 @@ def test_gemma_3_rotates_layers_with_a_window_by_another_base(tmp_path: Path) ->
         rope_local_base_freq=2e4,
     )
     assert both.layers == stretched.layers
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3"],
+)
+def test_absent_keys_have_the_defaults_of_transformers(tmp_path: Path, kind: str) -> None:
+    keys = ("rms_norm_eps", "tie_word_embeddings", "head_dim", "rope_parameters")
+    found = read(tmp_path, kind, **dict.fromkeys(keys))
+    expected = AutoConfig.from_pretrained(tmp_path)
+    assert found.rms_norm_eps == expected.rms_norm_eps
+    assert found.tie_word_embeddings == expected.tie_word_embeddings
+    width = expected.hidden_size // expected.num_attention_heads
+    assert found.head_dim == (getattr(expected, "head_dim", None) or width)
+    rope = expected.rope_parameters
+    assert found.rope.theta == rope.get("full_attention", rope)["rope_theta"]
 
 
 def test_which_layers_have_experts(tmp_path: Path) -> None:
