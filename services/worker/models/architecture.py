@@ -54,6 +54,7 @@ class Windows(enum.Enum):
 
     NONE = "none"
     ALL = "every layer, where sliding_window is set"
+    LISTED = "layer_types, else every layer, where sliding_window is set"
     ALL_IF_ENABLED = "every layer, where use_sliding_window is true"
     UPPER_IF_ENABLED = "layer_types, else those from max_window_layers on where it is true"
     PATTERN = "layer_types, else all but each n-th"
@@ -120,7 +121,7 @@ _GEMMA = Traits(
 
 TRAITS: dict[Architecture, Traits] = {
     Architecture.LLAMA: Traits(mlp_bias=True),
-    Architecture.MISTRAL: Traits(biases=Biases.NONE, windows=Windows.ALL),
+    Architecture.MISTRAL: Traits(biases=Biases.NONE, windows=Windows.LISTED),
     Architecture.MIXTRAL: Traits(
         *(Biases.NONE, False, False, Windows.ALL, None),
         experts=ExpertLayout.MIXTRAL,

@@ -68,6 +68,8 @@ def _sliding_layers(reader: JsonReader, traits: Traits, num_layers: int) -> list
             return [False] * num_layers
         case Windows.ALL:
             return [True] * num_layers
+        case Windows.LISTED:
+            return _listed(reader, num_layers) or [True] * num_layers
         case Windows.ALL_IF_ENABLED:
             return [reader.boolean("use_sliding_window", False)] * num_layers
         case Windows.UPPER_IF_ENABLED:

@@ -32,6 +32,11 @@ ENABLED = {"use_sliding_window": True, "sliding_window": 64, "layer_types": None
         ("llama", {"sliding_window": 64}, [None, None]),
         ("mistral", {"sliding_window": 64}, [64, 64]),
         ("mistral_window", {"sliding_window": None}, [4096, 4096]),
+        (
+            "mistral_window",
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            [None, 20],
+        ),
         ("mixtral", {}, [None, None]),
         ("mixtral", {"sliding_window": 64}, [64, 64]),
         ("qwen2", {"sliding_window": 64, "layer_types": None}, [None, None]),
