@@ -382,6 +382,12 @@ def test_a_schema_that_grows_without_an_end_is_read_in_a_bounded_time() -> None:
 CUT: list[tuple[str, list[tuple[str, Any]]]] = [
     ("<function=f><parameter=i>\n1\n<parameter=s>\nx\n</parameter></function>", []),
     ("<function=f><parameter=i>1<parameter=s>x</function>", []),
+    ("<function=f\n<parameter=i>1</parameter><parameter=s>x</parameter></function>", []),
+    (
+        "<function=f><parameter=i>1</parameter><parameter=s>x</parameter></function>"
+        "</tool_call><tool_call><function=g</function>",
+        [("g", {})],
+    ),
     ("<function=f>\n<parameter=i>\n1\n</parameter>\n<parameter=s>\nx\n</tool_call>", []),
     ("<function=f><parameter=i>1</parameter><parameter=s>x<function=g></function>", [("g", {})]),
     (

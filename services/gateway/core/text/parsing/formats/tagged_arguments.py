@@ -51,9 +51,11 @@ def _read_call(tags: _Tags, schemas: Schemas, reader: Reader, sink: Sink) -> Rea
     call without a closing tag ends at the next opening tag, or at the outer closing tag. A call
     without a closing tag also ends with the text, unless the text was cut.
     """
-    head, closed = yield from reader.text_until((">",))
+    head, closed = yield from reader.text_until((">", "<"))
     if not closed:
         return ""
+    if closed == "<":  # The model forgot to close the tag.
+        reader.unread(closed)
     name = tags.name(head)
     sink.call(name)
     separator = "{"
