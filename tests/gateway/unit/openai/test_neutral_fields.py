@@ -425,6 +425,15 @@ def test_an_error_says_which_of_several_texts_is_at_fault() -> None:
     assert (said.field, " text_2 has 9 tokens" in said.message) == ("text_2", True)
 
 
+@pytest.mark.parametrize(
+    ("first", "second"), [("queries", "documents"), ("queries", "items"), ("data_1", "data_2")]
+)
+def test_the_texts_to_score_have_vllms_other_names(first: str, second: str) -> None:
+    raw = json.dumps({first: "hi", second: ["ho"]}).encode()
+    body, ignored = parse_body(raw, ScoreBody, ignores_unknown=False)
+    assert (body.text_1, body.text_2, ignored) == ("hi", ["ho"], ())
+
+
 def test_an_unknown_model_is_answered_with_some_that_there_are() -> None:
     names = [f"a{number}" for number in range(9)]
     inference = object.__new__(Inference)

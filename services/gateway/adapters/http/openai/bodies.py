@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import AliasChoices, ConfigDict, Field
 
 from services.common.errors import InvalidArgument, StepwellError
 from services.gateway.adapters.http.exchange.asking_body import AskingBody, StreamedBody, renamed
@@ -232,8 +232,10 @@ class ScoreBody(PooledBody):
     of equal length are paired item by item.
     """
 
-    text_1: TextOrTexts
-    text_2: TextOrTexts
+    text_1: TextOrTexts = Field(validation_alias=AliasChoices("text_1", "queries", "data_1"))
+    text_2: TextOrTexts = Field(
+        validation_alias=AliasChoices("text_2", "documents", "items", "data_2")
+    )
 
     def in_client_words(self, error: StepwellError) -> StepwellError:
         """Returns the error with `text_2` as its field, without the index, because the core numbers
