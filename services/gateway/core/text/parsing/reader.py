@@ -51,7 +51,7 @@ class Reader:
         self._text = self._text[self._at :] + text
         self._at = 0
 
-    def end(self, *, is_cut: bool) -> None:
+    def end(self, *, is_cut: bool = False) -> None:
         self._has_ended = True
         self.was_cut = is_cut
 
