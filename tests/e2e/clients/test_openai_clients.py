@@ -131,35 +131,3 @@ def test_a_repeated_prompt_is_counted_as_cached(client: openai.OpenAI, stack: St
     cached = answer.usage.prompt_tokens_details.cached_tokens
     assert cached is not None
     assert cached > 100
-
-
-def test_the_models_are_listed(client: openai.OpenAI, stack: Stack) -> None:
-    assert [model.id for model in client.models.list()] == [stack.model]
-
-
-@pytest.mark.parametrize(
-    ("parameters", "field"),
-    [
-        ({"temperature": -1}, "temperature"),
-        ({"top_p": 2}, "top_p"),
-        ({"n": 0}, "n"),
-        ({"max_tokens": -5}, "max_tokens"),
-        ({"extra_body": {"top_k": -7}}, "top_k"),
-        ({"suffix": "y"}, "suffix"),
-        ({"prompt": ""}, "prompt"),
-        ({"prompt": "x" * 5_000}, "prompt"),
-    ],
-)
-def test_what_cannot_be_is_refused_by_name(
-    client: openai.OpenAI, stack: Stack, parameters: dict[str, object], field: str
-) -> None:
-    wanted = {"model": stack.model, "prompt": "x", "max_tokens": 1, **parameters}
-    with pytest.raises(openai.BadRequestError) as refusal:
-        client.completions.create(**wanted)  # type: ignore[call-overload]
-    assert refusal.value.param == field
-    assert field in refusal.value.message
-
-
-def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError):
-        client.completions.create(model="another", prompt="x")
