@@ -14,15 +14,15 @@ PROFILE = "kv_cache_memory_bytes = 1_500_000\n[mixed]\nseconds = 0.01\nseconds_p
 ORACLE = Oracle(VOCAB_SIZE, (2,))
 
 
-def simulated_stack(
-    directory: Path, *flags: str, policy: str = "program", num_blocks: int = 41
-) -> Stack:
-    """The services with a simulated device. The model's files are saved in `directory`."""
+def simulated_stack(directory: Path, *flags: str) -> Stack:
+    """The services with a simulated device and the policy `program`. The model's files are saved in
+    `directory`.
+    """
     save_servable_model(directory)
     (directory / "model.safetensors").unlink()
     (directory / "steps.toml").write_text(PROFILE)
-    flags += ("--device", "simulated", "--profile", "steps.toml", "--policy", policy)
-    flags += ("--num-blocks", str(num_blocks), "--max-num-seqs", "4")
+    flags += ("--device", "simulated", "--profile", "steps.toml", "--policy", "program")
+    flags += ("--num-blocks", "41", "--max-num-seqs", "4")
     return Stack(directory, *flags, directory=directory)
 
 
