@@ -1,21 +1,20 @@
 """Tests structured outputs with all services and the demo model: streamed and not streamed, in a
-batch with other requests, preempted, and after a kill. tests/e2e/replicas/test_composition.py tests
-them on two ranks.
+batch with other requests, and preempted. tests/e2e/replicas/test_composition.py tests them on two
+ranks, and after kills.
 """
 
 import asyncio
 import json
 import re
-import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from tests.e2e.stack import ROOT, Stack, wait_for
-from tests.plain_http import async_http_client, http_get
+from tests.e2e.stack import ROOT, Stack
+from tests.plain_http import async_http_client
 from tests.structured_forms import FORMS, PERSON
 
 PROMPT = "class Point:"
@@ -42,13 +41,9 @@ async def ask(http: httpx.AsyncClient, wanted: dict[str, Any]) -> dict[str, Any]
     return dict(choice)
 
 
-async def stream(
-    http: httpx.AsyncClient,
-    wanted: dict[str, Any],
-    on_piece: Callable[[int], None] = lambda _: None,
-) -> dict[str, Any]:
-    """Like `ask`, but streamed. `on_piece` is called with the number of pieces received so far."""
-    text, finish, count = "", None, 0
+async def stream(http: httpx.AsyncClient, wanted: dict[str, Any]) -> dict[str, Any]:
+    """Like `ask`, but streamed."""
+    text, finish = "", None
     async with http.stream("POST", "/v1/completions", json={**wanted, "stream": True}) as response:
         assert response.status_code == 200
         async for line in response.aiter_lines():
@@ -57,8 +52,6 @@ async def stream(
                 assert "error" not in piece, piece
                 text += piece["choices"][0]["text"]
                 finish = piece["choices"][0]["finish_reason"] or finish
-                count += 1
-                on_piece(count)
     return {"text": text, "finish_reason": finish}
 
 
@@ -108,37 +101,6 @@ async def test_preempted_and_beside_others_each_answer_is_the_one_that_it_is_alo
     assert [answer["text"] for answer in together] == [answer["text"] for answer in alone]
     for name, answer in zip(FORMS, together, strict=False):
         check(name, answer)
-
-
-@pytest.mark.parametrize("service", ["worker-0", "scheduler-0"])
-async def test_answers_go_on_when_a_service_is_killed(
-    service: str, demo_replicas: Stack, http: httpx.AsyncClient
-) -> None:
-    """If the scheduler is killed, the answers continue at the other replica."""
-
-    def both_are_ready() -> bool:
-        listed = http_get(f"{demo_replicas.url}/status").json()["replicas"]
-        return [replica["ready"] for replica in listed] == [True, True]
-
-    await asyncio.to_thread(wait_for, both_are_ready)
-    person = {"max_tokens": BESIDE_TOKENS, "structured_outputs": FORMS["person"].sent}
-    wanted = [body(seed, **person) for seed in range(6)]
-    wanted += [body(6, max_tokens=BESIDE_TOKENS, ignore_eos=True)]
-    alone = [await ask(http, one) for one in wanted]
-    pid, hit = demo_replicas.pids()[service], False
-
-    def on_piece(number: int) -> None:
-        nonlocal hit
-        if number == 8 and not hit:
-            hit = True
-            demo_replicas.hit(service, signal.SIGKILL)
-
-    after = await asyncio.gather(*(stream(http, one, on_piece) for one in wanted))
-    assert hit
-    assert [answer["text"] for answer in after] == [answer["text"] for answer in alone]
-    demo_replicas.wait_until_back(service, pid)
-    for answer in after[:-1]:
-        check("person", answer)
 
 
 async def test_openais_client_gets_what_its_response_format_asks_for(demo_replicas: Stack) -> None:

@@ -85,7 +85,7 @@ def test_nothing_outlives_a_killed_up(tiny_model: TinyModel, temporary: Path) ->
         stack.close()
 
 
-@pytest.mark.parametrize("damage", ["config.json", "model.safetensors", "tokenizer.json"])
+@pytest.mark.parametrize("damage", ["model.safetensors", "tokenizer.json"])
 def test_a_damaged_model_ends_the_start_with_its_file(
     tiny_model: TinyModel, tmp_path: Path, damage: str
 ) -> None:

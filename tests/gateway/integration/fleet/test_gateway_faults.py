@@ -260,32 +260,6 @@ async def test_a_client_that_goes_away_aborts(served: Serving, stream: bool, per
     await until(lambda: served.gateway.gate.inside == 0)
 
 
-async def test_500_clients_that_vanish_leave_nothing(served: Serving) -> None:
-    scheduler = served.scheduler
-    scheduler.permits = 0
-    body = json.dumps(BODY | {"max_tokens": 400}).encode()
-    host, port = served.base_url.removeprefix("http://").split(":")
-    request = post("/v1/completions", body)
-
-    async def connect() -> asyncio.StreamWriter:
-        reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(request)
-        readers.append(reader)
-        return writer
-
-    readers: list[asyncio.StreamReader] = []
-    writers = await asyncio.gather(*(connect() for _ in range(500)))
-    await until(lambda: scheduler.num_running == 500)
-    scheduler.allow(1)
-    await asyncio.gather(*(reader.readuntil(b"data: ") for reader in readers))
-    for writer in writers:
-        writer.transport.abort()
-    await until(lambda: scheduler.num_running == 0)
-    await until(lambda: served.gateway.gate.inside == 0)
-    scheduler.run_freely()
-    assert (await served.http.post("/v1/completions", json={"prompt": "a"})).status_code == 200
-
-
 async def test_a_reader_that_stalls_costs_its_tokens_and_no_more(model: Path) -> None:
     """The engine continues. Tokens that the client has not read are merged into larger events."""
     scheduler = FakeScheduler(
