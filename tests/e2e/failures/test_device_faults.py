@@ -32,13 +32,16 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("faults", "num_losses"),
     [
-        ("at step 20: hang 1 s; at step 30: slow 5x for 1 s; at step 45: exit", 1),
-        ("at step 30: refuse memory; at step 60: hang", 2),
+        (
+            "at step 10: hang 1 s; at step 20: slow 5x for 1 s; at step 30: refuse memory; "
+            "at step 60: hang",
+            2,
+        ),
         ("rank 1 at step 40: fail", 1),
     ],
 )
 async def test_answers_are_complete(directory: Path, faults: str, num_losses: int) -> None:
-    """Steps fail, worker processes end, and devices hang for ever."""
+    """Steps are slow, wait or fail, on one rank of two as well, and a device hangs for ever."""
     num_ranks = 2 if "rank" in faults else 1
     flags = (
         *("--device", "simulated", "--profile", str(directory / "steps.toml")),
