@@ -5,6 +5,7 @@ An idle stack takes a hundredth of a processor. Therefore files that share stack
 other files, and files with the same stacks run one after another.
 """
 
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -97,6 +98,13 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 def receiver() -> Iterator[OtlpReceiver]:
     with closing(OtlpReceiver()) as receiver:
         yield receiver
+
+
+@pytest.fixture(scope="module")
+def temporary() -> Iterator[Path]:
+    """A directory for sockets, whose paths are limited to 107 bytes."""
+    with tempfile.TemporaryDirectory() as directory:
+        yield Path(directory)
 
 
 @pytest.fixture(scope="package")

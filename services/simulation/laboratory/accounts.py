@@ -36,7 +36,6 @@ class Accounts:
         """
         self.mean_context_tokens = 0.0
         """The average over time, until the last arrival, of the tokens of unfinished programs."""
-        self.last_end = 0.0
         self._speeds: defaultdict[str, list[float]] = defaultdict(list)
         """Maps a tenant to its jobs' speeds: time alone, divided by actual time."""
         self._device = device
@@ -44,7 +43,7 @@ class Accounts:
         self._block_size = block_size
         self._shared_known: defaultdict[tuple[int, int], set[str]] = defaultdict(set)
 
-    def turn_ended(self, sent: SentTurn, address: str, now: float) -> None:
+    def turn_ended(self, sent: SentTurn, address: str) -> None:
         first = sent.first_token - sent.arrived
         (self.later_turn_seconds if sent.number else self.first_turn_seconds).append(first)
         self.wait_seconds.append(sent.admitted - sent.arrived)
@@ -59,7 +58,6 @@ class Accounts:
         self.num_reusable_tokens += anywhere
         self.num_evicted_tokens += max(0, here - sent.num_cached)
         self.num_cold_tokens += max(0, anywhere - max(here, sent.num_cached))
-        self.last_end = now
 
     def _known(self, sent: SentTurn, address: str) -> tuple[int, int]:
         """How many prompt tokens the replica at `address` has computed, and how many any has."""

@@ -180,7 +180,7 @@ class Clients:
             following = program.turns[live.num_turns :]
             tool = following[0].tool if following else ""
             retention.end_turn(request.context, tool, ends=not following)
-        self._accounts.turn_ended(sent, address, now)
+        self._accounts.turn_ended(sent, address)
         self._note_context(live)
         context.num_tokens = len(request.token_ids)
         context.hashes = request.block_hashes

@@ -26,9 +26,9 @@ from services.scheduler.core.request import Request
 from services.scheduler.core.step_log.log_entry import Entry
 from services.scheduler.core.step_log.recorder import RecordingScheduler
 from services.simulation.inprocess_pool import InProcessPool
+from tests.cli.recorded_agents import sampled_tokens
 from tests.cli.recorded_logs import crowded, record
 from tests.cli.replaying import replayed
-from tests.scenarios.stand_in_model import next_token
 
 
 class Fragile:
@@ -78,12 +78,6 @@ class Fragile:
         plan = self._in_flight.popleft()
         tokens = [sampled_tokens(plan, index) for index in range(len(plan.requests))]
         self._scheduler.update_from_output(plan, ModelRunnerOutput(tokens))
-
-
-def sampled_tokens(plan: SchedulerOutput, index: int) -> list[int]:
-    request = plan.requests[index]
-    end = plan.num_computed_tokens[index] + plan.num_scheduled_tokens[index]
-    return [next_token(request.token_ids)] if end >= request.num_tokens else []
 
 
 @st.composite

@@ -5,8 +5,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -15,13 +13,6 @@ import pytest
 from tests.e2e.conftest import TinyModel
 from tests.e2e.stack import ROOT, Stack, wait_for
 from tests.plain_http import http_get
-
-
-@pytest.fixture
-def temporary() -> Iterator[Path]:
-    """A directory for sockets, whose paths are limited to 107 bytes."""
-    with tempfile.TemporaryDirectory() as directory:
-        yield Path(directory)
 
 
 def exists(pid: int) -> bool:

@@ -7,7 +7,6 @@ import asyncio
 import os
 import re
 import signal
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial
@@ -39,13 +38,6 @@ def deep_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     edit_config(directory, max_position_embeddings=2048)
     save_tokenizer(directory)
     return TinyModel(directory, model)
-
-
-@pytest.fixture(scope="module")
-def temporary() -> Iterator[Path]:
-    """A directory for sockets, whose paths are limited to 107 bytes."""
-    with tempfile.TemporaryDirectory() as directory:
-        yield Path(directory)
 
 
 @pytest.fixture(scope="module")
