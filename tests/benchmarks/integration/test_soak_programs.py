@@ -27,8 +27,8 @@ def test_a_short_endurance_run_sends_every_kind_and_finds_all_blocks_free(
 
 @pytest.mark.slow
 def test_streams_of_two_gateways_outlive_faults_every_second(servable_model: Path) -> None:
-    storm = ("--every", 1, "--seconds", 2.5, "--replicas", 2, "--gateways", 2)
-    streams = ("--streams", 8, "--tokens", 40, "--model", servable_model)
+    storm = ("--every", 1, "--seconds", 2.5, "--replicas", 1, "--gateways", 2)
+    streams = ("--streams", 4, "--tokens", 40, "--model", servable_model)
     report = run_program("soak", "faults", *storm, *streams).stdout
     assert "3 faults; " in report
     assert " 0 failed, 0 changed, 0 ended because their gateway ended" in report
@@ -51,7 +51,7 @@ def test_contexts_of_programs_outlast_idle_time_only_if_all_blocks_fit() -> None
 
 @pytest.mark.slow
 def test_a_short_overload_is_served_and_refused(servable_model: Path) -> None:
-    flags = ("--seconds", 1, "--concurrency", 4, "--deadline-seconds", 1)
+    flags = ("--seconds", 0.5, "--concurrency", 4, "--deadline-seconds", 1)
     report = run_program("soak", "overload", *flags, "--model", servable_model).stdout
     assert "| goodput to capacity | " in report
     assert "| refusals, ms, median / p99 | " in report
@@ -61,7 +61,7 @@ def test_a_short_overload_is_served_and_refused(servable_model: Path) -> None:
 def test_a_short_flood_of_one_tenant_is_measured_from_both_sides(servable_model: Path) -> None:
     """The exit status may be 1, because a short run on a busy machine may miss its goals."""
     load = ("--tenants", 2, "--concurrency", 8, "--factor", 10, "--output-tokens", 32)
-    times = ("--seconds", 1, "--deadline-seconds", 2, "--recovery-seconds", 0.2)
+    times = ("--seconds", 0.5, "--deadline-seconds", 2, "--recovery-seconds", 0.2)
     program = (*load, *times, "--model", servable_model)
     done = run_program("soak", "overload", *program, statuses=(0, 1))
     tails = ("its p99 to the unloaded one", "its p99 to that while the flood is sent elsewhere")
