@@ -251,7 +251,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"max_output_tokens": 10_000}, "max_output_tokens"),
     ({"temperature": -1}, "temperature"),
     ({"tools": [tool()] * 2}, "tools[1].name"),
-    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": [{"type": "web_search"}, {"type": "image_generation"}]}, "tools[1].type"),
     ({"tools": [tool(parameters={"anyOf": 1})], "tool_choice": "required"}, "tools[0].parameters"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": [tool()], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),

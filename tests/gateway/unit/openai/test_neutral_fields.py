@@ -306,6 +306,11 @@ _TOOL = {"type": "function", "function": {"name": "f"}}
             {"tools": [{"type": "function", "name": "f", "defer_loading": True}]},
             ("tools.defer_loading",),
         ),
+        (
+            ResponsesBody,
+            {"tools": [{"type": "web_search", "external_web_access": False}]},
+            ("tools.web_search",),
+        ),
         (ResponsesBody, {"store": True}, ("store",)),
         (ResponsesBody, {"context_management": [{"type": "compaction"}]}, ("context_management",)),
         (ResponsesBody, {"include": ["reasoning.encrypted_content"]}, ()),

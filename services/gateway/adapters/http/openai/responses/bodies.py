@@ -1,8 +1,15 @@
 """The body of OpenAI's responses API, field by field."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import AfterValidator, Field, Tag
+from pydantic import (
+    AfterValidator,
+    Field,
+    Tag,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 from pydantic_core import PydanticCustomError
 
 from services.common.errors import StepwellError
@@ -10,6 +17,7 @@ from services.gateway.adapters.http.exchange.asking_body import StreamedBody, re
 from services.gateway.adapters.http.exchange.cache_wishes import CacheOptions, CacheRetention
 from services.gateway.adapters.http.exchange.fields import (
     Body,
+    BodyNotes,
     Ignored,
     Int,
     Only,
@@ -51,6 +59,31 @@ class ResponsesTool(FunctionBody, FunctionType):
     output_schema: Annotated[Any, Only(why="this server does not check the results of tools")] = (
         None
     )
+
+
+def _unless_search(
+    tool: Any, validate: ValidatorFunctionWrapHandler, info: ValidationInfo
+) -> ResponsesTool | None:
+    """Validates a tool. Returns None for a search of the web, which OpenAI would run. Codex offers
+    it by default, so it is left out, and a header of the answer names it.
+    """
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if not (isinstance(kind, str) and kind.startswith("web_search")):
+        return cast("ResponsesTool", validate(tool))
+    if isinstance(info.context, BodyNotes):
+        info.context.ignored.append("tools.web_search")
+    return None
+
+
+def _without_none(tools: list[ResponsesTool | None]) -> list[ResponsesTool | None]:
+    return [tool for tool in tools if tool is not None]
+
+
+ResponsesTools = Annotated[
+    list[Annotated[ResponsesTool, WrapValidator(_unless_search)]],
+    Field(max_length=MAX_TOOLS, fail_fast=True),
+    AfterValidator(_without_none),
+]
 
 
 class ResponsesNamedTool(Body):
@@ -120,7 +153,7 @@ class ResponsesBody(StreamedBody, CommonSamplingFields, UnservedResponsesFields)
     stream_options: ResponsesStreamOptions | None = None
     text: ResponsesText | None = None
     tool_choice: ResponsesToolChoice | None = None
-    tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: ResponsesTools | None = None
     # Extensions of vLLM.
     chat_template_kwargs: dict[str, Any] | None = None
     # Fields without effect.
