@@ -135,6 +135,34 @@ async def test_calls_and_their_results_go_back(hermes: Serving, client: openai.A
     assert again == begin.removesuffix("A:") + said
 
 
+async def test_a_function_of_a_namespace_is_called_and_sent_back(
+    hermes: Serving, client: openai.AsyncOpenAI
+) -> None:
+    """Codex offers some of its tools so, and searches of the web, which are left out."""
+    space: Any = {"type": "namespace", "name": "world", "tools": [tool()]}
+    ask: dict[str, Any] = {"model": "tiny", "tools": [{"type": "web_search"}, space]}
+    whole = CALL.replace("get_weather", "world__get_weather")
+    hermes.scheduler.answer = hermes.tokens(whole)
+    first = await client.responses.create(**ask, input="hi")
+    async with client.responses.stream(**ask, input="hi") as stream:
+        streamed = await stream.get_final_response()
+    for response in (first, streamed):
+        (call,) = response.output
+        assert (call.name, call.namespace) == ("get_weather", "world")
+        assert call.arguments == '{"city": "Rome"}'
+        assert [one.type for one in response.tools] == ["namespace"]
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    items: list[Any] = [{"role": "user", "content": "hi"}, *streamed.output, result]
+    hermes.scheduler.answer = hermes.tokens('{"city": "Rome"}')
+    named: Any = {"type": "function", "name": "get_weather"}
+    again = await client.responses.create(**ask, input=items, tool_choice=named)
+    assert (again.output[0].name, again.output[0].namespace) == ("get_weather", "world")
+    begin, _, prompt = served_prompts(hermes)
+    assert begin == "[world__get_weather]user:hi;A:"
+    called = f"({call.call_id} world__get_weather city=Rome)"
+    assert prompt == f"[world__get_weather]user:hi;assistant:{called};tool:sunny#{call.call_id};A:"
+
+
 async def test_what_the_assistant_said_in_several_turns_stays_apart(
     hermes: Serving, client: openai.AsyncOpenAI
 ) -> None:
@@ -253,6 +281,23 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": [tool()] * 2}, "tools[1].name"),
     ({"tools": [{"type": "web_search"}, {"type": "image_generation"}]}, "tools[1].type"),
     ({"tools": [tool(parameters={"anyOf": 1})], "tool_choice": "required"}, "tools[0].parameters"),
+    (
+        {
+            "tools": [
+                {"type": "web_search"},
+                {"type": "namespace", "name": "n", "tools": [tool()] * 2},
+            ]
+        },
+        "tools[1].tools[1].name",
+    ),
+    (
+        {"tools": [{"type": "namespace", "name": "n", "tools": [tool() | {"type": "custom"}]}]},
+        "tools[0].tools[0].type",
+    ),
+    (
+        {"tools": [{"type": "namespace", "name": f"n{n}", "tools": [tool()] * 300} for n in "ab"]},
+        "tools",
+    ),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": [tool()], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),
     ({"tools": [tool()], "tool_choice": "any"}, "tool_choice"),

@@ -15,7 +15,7 @@ from services.gateway.adapters.http.openai.tool_bodies import ToolFields, check_
 from services.gateway.core.request.inference import Inference
 from services.gateway.core.request.request import ClientRequest, Prompt
 
-_TOOLS = ToolFields("tools[{}].name", "tools[{}].input_schema", "tools[{}].strict")
+_TOOLS = ToolFields("tools{}.name", "tools{}.input_schema", "tools{}.strict")
 _BILLING = "x-anthropic-billing-header"
 """The beginning of the first block of Claude Code's system prompt. The block has a hash that
 differs in each request, so no prefix of the prompt would be found in the cache.

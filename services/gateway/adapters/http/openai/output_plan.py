@@ -72,7 +72,7 @@ class ToolUse:
         schemas in the body, for errors.
         """
         return {
-            self.fields.schema.format(number): tool
+            self.fields.of(self.fields.schema, number): tool
             for number, tool in enumerate(self.tools)
             if (tool.name == self.named if self.named is not None else self._holds(tool))
         }
@@ -184,7 +184,7 @@ async def _plan(
     grammar = await _grammar(use, wanted, reasoning, inference)
     unserved: tuple[str, ...] = ()
     if grammar is None and use.choice == AUTO and any(tool.strict for tool in use.tools):
-        unserved = (use.fields.strict.replace("[{}]", ""),)
+        unserved = (use.fields.strict.replace("{}", ""),)
     envelope = None if formats.tools is None else formats.tools.envelope
     calls_freely = use.choice == AUTO and (wanted is None or envelope is not None)
     if not (use.is_forced or calls_freely or reasoning or formats.is_harmony):

@@ -124,16 +124,21 @@ ToolCalls = Annotated[list[ToolCallBody], Field(fail_fast=True)]
 @dataclass(frozen=True, slots=True)
 class ToolFields:
     """The paths of a tool's fields in the bodies of one API, for errors. {} stands for the tool's
-    index.
+    place: its index in brackets, or what `places` has for it.
     """
 
     name: str
     schema: str
     strict: str
+    places: Sequence[str] = ()
+
+    def of(self, field: str, number: int) -> str:
+        """The path of a field of the tool with an index."""
+        return field.format(self.places[number] if self.places else f"[{number}]")
 
 
 CHAT_TOOLS = ToolFields(
-    "tools[{}].function.name", "tools[{}].function.parameters", "tools[{}].function.strict"
+    "tools{}.function.name", "tools{}.function.parameters", "tools{}.function.strict"
 )
 
 
@@ -142,10 +147,10 @@ def check_tools(tools: Sequence[CallableTool], fields: ToolFields) -> None:
     names: set[str] = set()
     for number, tool in enumerate(tools):
         if tool.name in names:
-            where = fields.name.format(number)
+            where = fields.of(fields.name, number)
             raise InvalidArgument(f"{where}: there are two tools {tool.name!r}", field=where)
         names.add(tool.name)
-        _check_schema(tool.schema, fields.schema.format(number))
+        _check_schema(tool.schema, fields.of(fields.schema, number))
 
 
 def _check_schema(schema: Mapping[str, Any], field: str) -> None:

@@ -1,5 +1,6 @@
 """The body of OpenAI's responses API, field by field."""
 
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import (
@@ -30,9 +31,14 @@ from services.gateway.adapters.http.exchange.fields import (
 )
 from services.gateway.adapters.http.openai.bodies import Effort
 from services.gateway.adapters.http.openai.formats import JsonObjectFormat, JsonSchema, TextFormat
-from services.gateway.adapters.http.openai.responses.items import AnyItem
+from services.gateway.adapters.http.openai.responses.items import AnyItem, whole_name
 from services.gateway.adapters.http.openai.sampling_fields import CommonSamplingFields
-from services.gateway.adapters.http.openai.tool_bodies import MAX_TOOLS, FunctionBody, FunctionType
+from services.gateway.adapters.http.openai.tool_bodies import (
+    MAX_TOOLS,
+    TOOL_NAME,
+    FunctionBody,
+    FunctionType,
+)
 from services.gateway.adapters.http.openai.vllm_fields import UnservedResponsesFields
 
 _NOT_KEPT = "responses are not kept: send the whole conversation as input"
@@ -61,29 +67,66 @@ class ResponsesTool(FunctionBody, FunctionType):
     )
 
 
+class ResponsesNamespace(Body):
+    """Functions under a common name. Codex offers some of its tools so."""
+
+    type: Literal["namespace"]
+    name: str = Field(pattern=TOOL_NAME)
+    description: str | None = None
+    tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
+def _kind(tool: Any) -> str:
+    is_namespace = isinstance(tool, dict) and tool.get("type") == "namespace"
+    return "<namespace>" if is_namespace else "<function>"
+
+
+_Tool = ResponsesTool | ResponsesNamespace
+AnyTool = Annotated[
+    Annotated[ResponsesTool, Tag("<function>")] | Annotated[ResponsesNamespace, Tag("<namespace>")],
+    choice(_kind, "must be an object whose type is function or namespace"),
+]
+
+
 def _unless_search(
     tool: Any, validate: ValidatorFunctionWrapHandler, info: ValidationInfo
-) -> ResponsesTool | None:
+) -> _Tool | None:
     """Validates a tool. Returns None for a search of the web, which OpenAI would run. Codex offers
     it by default, so it is left out, and a header of the answer names it.
     """
     kind = tool.get("type") if isinstance(tool, dict) else None
     if not (isinstance(kind, str) and kind.startswith("web_search")):
-        return cast("ResponsesTool", validate(tool))
+        return cast("_Tool", validate(tool))
     if isinstance(info.context, BodyNotes):
         info.context.ignored.append("tools.web_search")
     return None
 
 
-def _without_none(tools: list[ResponsesTool | None]) -> list[ResponsesTool | None]:
-    return [tool for tool in tools if tool is not None]
+def _functions(tools: Sequence[_Tool | None] | None) -> list[tuple[str, str | None, ResponsesTool]]:
+    """Returns each function's place in the list, its namespace, and the function."""
+    found: list[tuple[str, str | None, ResponsesTool]] = []
+    for number, tool in enumerate(tools or ()):
+        if isinstance(tool, ResponsesTool):
+            found.append((f"[{number}]", None, tool))
+        elif tool is not None:
+            inner = enumerate(tool.tools)
+            found += [(f"[{number}].tools[{place}]", tool.name, one) for place, one in inner]
+    return found
+
+
+def _few(tools: list[_Tool | None]) -> list[_Tool | None]:
+    if len(_functions(tools)) > MAX_TOOLS:
+        why = f"must have at most {MAX_TOOLS} functions"
+        raise PydanticCustomError("too_long", "{why}", {"why": why})
+    return tools
 
 
 ResponsesTools = Annotated[
-    list[Annotated[ResponsesTool, WrapValidator(_unless_search)]],
+    list[Annotated[AnyTool, WrapValidator(_unless_search)]],
     Field(max_length=MAX_TOOLS, fail_fast=True),
-    AfterValidator(_without_none),
+    AfterValidator(_few),
 ]
+"""Tools. None stands for a search that is left out."""
 
 
 class ResponsesNamedTool(Body):
@@ -180,6 +223,41 @@ class ResponsesBody(StreamedBody, CommonSamplingFields, UnservedResponsesFields)
     truncation: Annotated[
         Any, Only("disabled", why="this server does not shorten conversations")
     ] = None
+
+    @property
+    def functions(self) -> list[ResponsesTool]:
+        """All functions, with the names by which the model knows them."""
+        return [
+            tool.model_copy(update={"name": whole_name(namespace, tool.name)})
+            for _, namespace, tool in _functions(self.tools)
+        ]
+
+    @property
+    def places(self) -> Iterator[str]:
+        """The place of each function in `tools`, for errors."""
+        return (place for place, _, _ in _functions(self.tools))
+
+    @property
+    def namespaced(self) -> dict[str, dict[str, str]]:
+        """Maps names by which the model knows functions of namespaces to the two fields that name
+        such a function in a call.
+        """
+        return {
+            whole_name(namespace, tool.name): {"name": tool.name, "namespace": namespace}
+            for _, namespace, tool in _functions(self.tools)
+            if namespace is not None
+        }
+
+    def whole_name(self, name: str) -> str:
+        """The name by which the model knows a function that `tool_choice` names. A function of a
+        namespace may be named without the namespace if no other function has that name.
+        """
+        names = [
+            whole_name(namespace, tool.name)
+            for _, namespace, tool in _functions(self.tools)
+            if tool.name == name
+        ]
+        return names[0] if len(names) == 1 else name
 
     def in_client_words(self, error: StepwellError) -> StepwellError:
         names = {

@@ -31,7 +31,9 @@ class ResponsesDialect(StreamingDialect):
     id_prefix = "resp"
 
     def __init__(self, converted: ConvertedRequest[ResponsesBody]) -> None:
-        self._writer = ItemWriter(converted.request, converted.arrival_unix_nanos)
+        self._writer = ItemWriter(
+            converted.request, converted.arrival_unix_nanos, converted.body.namespaced
+        )
         self._frame = _frame(converted)
         self._last = Piece(0)
         self._num_events = 0
@@ -118,7 +120,7 @@ def _frame(converted: ConvertedRequest[ResponsesBody]) -> dict[str, Any]:
         "temperature": request.sampling.temperature,
         "text": {"format": {"type": "text"} if form is None else _given(form)},
         "tool_choice": choice if isinstance(choice, str) else _given(choice),
-        "tools": [_given(tool) for tool in body.tools or ()],
+        "tools": [_given(tool) for tool in body.tools or () if tool is not None],
         "top_p": request.sampling.top_p,
         "truncation": "disabled",
     }

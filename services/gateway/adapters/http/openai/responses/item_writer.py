@@ -1,6 +1,6 @@
 """Writes the assistant's output as items: whole, or as the events of a stream."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
@@ -56,10 +56,17 @@ class _Item:
 class ItemWriter:
     """Writes the items of one request's answer. Each item ends before the next begins."""
 
-    def __init__(self, request: ClientRequest, arrival_unix_nanos: int) -> None:
+    def __init__(
+        self,
+        request: ClientRequest,
+        arrival_unix_nanos: int,
+        namespaced: Mapping[str, dict[str, str]],
+    ) -> None:
+        """`namespaced` maps the names of some functions to the fields that name them in calls."""
         self.items: list[dict[str, Any]] = []
         self._request = request
         self._arrival = arrival_unix_nanos
+        self._namespaced = namespaced
         self._item: _Item | None = None
 
     def events(self, piece: Piece) -> list[dict[str, Any]]:
@@ -109,7 +116,8 @@ class ItemWriter:
                 yield from self._add(_REASONING, text)
             case CallStart(call, name):
                 name_of_call = call_id(self._request, self._arrival, 0, call, "call_")
-                yield from self._begin(_CALL, {"call_id": name_of_call, "name": name})
+                named = self._namespaced.get(name, {"name": name})
+                yield from self._begin(_CALL, {"call_id": name_of_call, **named})
             case CallArguments(_, text):
                 assert self._item is not None
                 self._item.pieces.append(text)

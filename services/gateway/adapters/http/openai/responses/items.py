@@ -34,16 +34,23 @@ class MessageItem(HistoryBody):
         return turn
 
 
+def whole_name(namespace: str | None, name: str) -> str:
+    """The name by which the model knows a tool, as in vLLM: `namespace__name` if it has one."""
+    return name if namespace is None else f"{namespace}__{name}"
+
+
 class FunctionCallItem(HistoryBody):
     """A tool call that the assistant made."""
 
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: Arguments | None = None
 
     def to_template(self) -> dict[str, Any]:
-        function = {"name": self.name, "arguments": called_arguments(self.arguments)}
+        name = whole_name(self.namespace, self.name)
+        function = {"name": name, "arguments": called_arguments(self.arguments)}
         call = {"id": self.call_id, "type": "function", "function": function}
         return {"role": "assistant", "content": [], "tool_calls": [call]}
 

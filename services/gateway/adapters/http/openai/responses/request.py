@@ -14,8 +14,6 @@ from services.gateway.adapters.http.openai.tool_bodies import ToolFields, check_
 from services.gateway.core.request.inference import Inference
 from services.gateway.core.request.request import ClientRequest, Prompt
 
-_TOOLS = ToolFields("tools[{}].name", "tools[{}].parameters", "tools[{}].strict")
-
 
 async def responses_request(
     body: ResponsesBody, inference: Inference, request_id: str
@@ -43,8 +41,8 @@ async def responses_request(
 
 
 async def _render(body: ResponsesBody, inference: Inference) -> str:
-    tools = body.tools or []
-    check_tools([tool.callable for tool in tools], _TOOLS)
+    tools = body.functions
+    check_tools([tool.callable for tool in tools], _fields(body))
     turns = [{"role": "user", "content": body.input}]
     if not isinstance(body.input, str):
         turns = turns_of(body.input)
@@ -62,17 +60,22 @@ async def _render(body: ResponsesBody, inference: Inference) -> str:
 
 
 def _tool_use(body: ResponsesBody) -> ToolUse:
-    tools = body.tools or []
+    tools = body.functions
     choice = body.tool_choice or AUTO
     if choice == AUTO and not tools:
         choice = NONE
     return ToolUse(
         tools=[tool.callable for tool in tools],
         choice=choice if isinstance(choice, str) else NONE,
-        named=None if isinstance(choice, str) else choice.name,
+        named=None if isinstance(choice, str) else body.whole_name(choice.name),
         parallel=body.parallel_tool_calls is not False,
-        fields=_TOOLS,
+        fields=_fields(body),
     )
+
+
+def _fields(body: ResponsesBody) -> ToolFields:
+    paths = "tools{}.name", "tools{}.parameters", "tools{}.strict"
+    return ToolFields(*paths, places=list(body.places))
 
 
 def _form(body: ResponsesBody) -> StructuredOutputs | None:
