@@ -14,6 +14,7 @@ from tests.e2e.stack import Stack
 from tests.e2e.tiny import embed, greedy
 
 NUM_TOKENS = 150
+LONG_TOKENS = 1_500
 HIT_AT = 30
 
 
@@ -65,13 +66,15 @@ async def test_streams_go_on_when_a_service_is(
     stack.wait_until_nothing_is_held()
 
 
-async def test_a_killed_gateway_comes_back_and_its_requests_are_aborted(
-    stack: Stack, tiny_model: TinyModel
-) -> None:
+async def test_a_killed_gateway_comes_back_and_its_requests_are_aborted(stack: Stack) -> None:
+    """The answers are so long that this process cannot have received them all when it reads the
+    thirtieth token, even if it is starved.
+    """
     pid = stack.pids()["gateway"]
+    requests = [request(prompt, LONG_TOKENS) for prompt in PROMPTS[:4]]
 
     with pytest.raises(Exception):  # noqa: B017, PT011 - Whatever the transport calls it.
-        await answers(stack, tiny_model.model, victim="gateway")
+        await generate_all(stack.grpc, requests, partial(stack.hit, "gateway"), HIT_AT)
 
     stack.wait_until_back("gateway", pid)
     stack.wait_until_nothing_is_held()
