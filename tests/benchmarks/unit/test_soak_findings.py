@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.common.process_usage import Usage, usage_of
 from benchmarks.soak.attack.findings import Sample, findings, table
+from benchmarks.soak.day import Outcome
 from benchmarks.soak.slope import slope_of
 
 MB = 1_000_000
@@ -82,3 +83,11 @@ def test_this_process_holds_something() -> None:
     assert after.rss >= after.pss > MB
     with pytest.raises(OSError, match="No such file"):
         usage_of(2**22 + 1)
+
+
+def test_a_day_is_good_if_contexts_remain_and_nothing_grew_or_warned() -> None:
+    good = Outcome(8, 8, (10_000, 10_050), ())
+    assert good.is_good
+    assert not replace(good, num_continued=7).is_good
+    assert not replace(good, num_objects=(10_000, 10_200)).is_good
+    assert not replace(good, warnings=("scheduler-0 WARNING the worker was lost",)).is_good
