@@ -24,9 +24,14 @@ def rules() -> Rules:
     return Rules.of(yaml.safe_load(path.read_text()) for path in sorted(RULES.glob("*.yml")))
 
 
-def values_of(notation: str) -> Iterator[float]:
-    """The values that promtool's notation means: `a+bxn` is a, a+b, …, a+nb."""
+def values_of(notation: str) -> Iterator[float | None]:
+    """The values that promtool's notation means: `a+bxn` is a, a+b, …, a+nb, and `_xn` n times no
+    value.
+    """
     for part in notation.split():
+        if part.startswith("_"):
+            yield from [None] * int(part.partition("x")[2] or 1)
+            continue
         first, step, count = re.fullmatch(r"([\d.]+)(?:\+([\d.]+))?(?:x(\d+))?", part).groups()
         for number in range(int(count or 0) + 1):
             yield float(first) + number * float(step or 0)
@@ -44,8 +49,9 @@ def firing(series: dict[str, str], minute: int) -> set[tuple[str, frozenset[tupl
     for at in range(minute * SAMPLES_PER_MINUTE + 1):
         store.begin(1_000_000 + at * 60 / SAMPLES_PER_MINUTE)
         for (name, labels), each in values.items():
-            if at // SAMPLES_PER_MINUTE < len(each) and name in store.keep_seconds:
-                store.add(name, labels, each[at // SAMPLES_PER_MINUTE])
+            value = dict(enumerate(each)).get(at // SAMPLES_PER_MINUTE)
+            if value is not None and name in store.keep_seconds:
+                store.add(name, labels, value)
         alerts.evaluate(store)
         store.end()
     listed = alerts.listed(store.now)
