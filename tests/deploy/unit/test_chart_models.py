@@ -40,6 +40,8 @@ def test_the_gateway_reads_the_list_of_models(
     assert (coder.model_name, coder.tool_call_parser) == ("coder", "hermes")
     assert (coder.expected_replicas, coder.resubmit_timeout_seconds) == (0, 1020)
     assert (embedder.model_name, embedder.tool_call_parser) == ("embedder", "")
+    # Otherwise StepwellFewerReplicas would fire whenever its autoscaler removes a replica.
+    assert embedder.expected_replicas == 1
 
 
 def test_its_models_are_where_the_volumes_are_mounted(releases: dict[str, Rendered]) -> None:
