@@ -19,7 +19,7 @@ NUM_RECORDINGS = {
     "connector": 44,
     "grammar": 15,
     "encoder": 23,
-    "control": 26,
+    "control": 27,
     "groups": 39,
     "mixed": 90,
     "events": 14,

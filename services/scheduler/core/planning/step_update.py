@@ -95,13 +95,14 @@ class StepUpdate:
         """Appends the tokens of a request that may end or is off the fast path. Returns the
         appended tokens, or None if the tokens are discarded because the request had already ended
         or is in `plan.dropped`. In the latter case, the request's next step still verifies the
-        drafts of this step, as in vLLM (recording `drafts_after_a_dropped_token`).
+        drafts of this step, as in vLLM (recording `drafts_after_a_dropped_token`), unless a chunk
+        of its prompt is computed again meanwhile.
         """
         request, tokens = plan.requests[index], output.token_ids[index]
         if request.finish_reason is not None:
             return None
         if request in plan.dropped:
-            if output.draft_token_ids:
+            if output.draft_token_ids and not request.is_prefill_chunk:
                 self._take_drafts(request, output, index)
             return None
         if index in output.nan_requests:
