@@ -2,7 +2,7 @@
 with several turns).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from services.common.request.finish import CLIENT_ERRORS, FinishReason
 from services.common.request.structured_outputs import FIELD
@@ -41,22 +41,20 @@ class StepUpdate:
                 state.encoder_cache.free(request)
         for request in ended:
             state.remove(request)
-        for request in failed:
-            request.finish(FinishReason.KV_LOAD_FAILED)
-            state.remove(request)
+        unable = self._take_failed()
+        failures = self._end_in_order(unable, failed) if unable or failed else []
         if transfers is not None:
             transfers.finished(output.kv_transfers, state.steps.in_flight)
-        unable = self.end_failed() if state.failed else []
         return EngineCoreOutputs(
             plan,
             taken,
             output.logprobs,
-            [*ended, *failed, *unable],
+            [*ended, *failures],
             num_tokens,
             turns,
             output.execute_nanos,
             output.pooled,
-            unable,
+            [request for request in failures if request in unable],
             output.num_draft_tokens,
         )
 
@@ -117,13 +115,29 @@ class StepUpdate:
 
     def end_failed(self) -> list[Request]:
         """Ends waiting requests that can never be admitted. Returns them in order of arrival."""
-        failures, self._state.failed = self._state.failed, {}
-        failed = [request for request in failures if not request.is_finished]
-        failed.sort(key=lambda request: request.key)
-        for request in failed:
-            request.fail(failures[request], request.error_reason)
+        return self._end_in_order(self._take_failed())
+
+    def _take_failed(self) -> dict[Request, str]:
+        """Returns the waiting requests that can never be admitted, with their error messages."""
+        if not self._state.failed:
+            return {}
+        failed, self._state.failed = self._state.failed, {}
+        return {request: why for request, why in failed.items() if not request.is_finished}
+
+    def _end_in_order(
+        self, unable: Mapping[Request, str], failed_loads: Sequence[Request] = ()
+    ) -> list[Request]:
+        """Ends requests that can never be admitted, and those whose KV load has failed. Returns
+        them in order of arrival.
+        """
+        ended = sorted({*unable, *failed_loads}, key=lambda request: request.key)
+        for request in ended:
+            if request in unable:
+                request.fail(unable[request], request.error_reason)
+            else:
+                request.finish(FinishReason.KV_LOAD_FAILED)
             self._state.remove(request)
-        return failed
+        return ended
 
     def _failed_loads(
         self, transfers: Transfers, plan: SchedulerOutput, output: ModelRunnerOutput
