@@ -3,10 +3,10 @@
     python -m benchmarks.soak day [--hours 26] [--programs 50] [--blocks N] [--model DIR]
 
 All services run in one process, on a simulated network, device and clock (see
-`services.simulation`), so that an hour takes about ten seconds. Each program has a turn before the
-idle time and one after it. The exit status is 1 if a second turn does not find the prompt of the
-first in the prefix cache, if the number of Python objects has grown after the first hour, or if a
-service has logged a warning.
+`services.simulation`), so that a day takes minutes. Each program has a turn before the idle time
+and one after it. The exit status is 1 if a second turn does not find the prompt of the first in the
+prefix cache, if the number of Python objects has grown by more than 1 % after the first hour, or if
+a service has logged a warning.
 """
 
 import asyncio
