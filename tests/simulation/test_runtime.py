@@ -169,6 +169,39 @@ run(main)
     )
 
 
+def test_a_connection_ends_after_one_long_interruption_but_not_after_many_short_ones() -> None:
+    in_virtual_time(
+        GRPC
+        + """
+async def main(network):
+    server, _ = await serve(network)
+    client = Process(network.loop, "client")
+
+    async def watch():
+        async with open_channel("server:1") as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            async for _ in stub.Watch(health_pb2.HealthCheckRequest()):
+                pass
+
+    watching = client.spawn(code_of(watch()))
+    await asyncio.sleep(1)
+    for _ in range(100):
+        server.stop()
+        network.stopped(server)
+        network.cut(client, server)
+        await asyncio.sleep(0.9)
+        network.mend(client, server)
+        network.loop.resume(server)
+        await asyncio.sleep(0.1)
+    assert not watching.done()
+    server.stop()
+    network.stopped(server)
+    assert await watching is grpc.StatusCode.UNAVAILABLE
+run(main)
+"""
+    )
+
+
 def test_messages_on_their_way_at_the_end_of_a_cut_arrive_after_older_messages() -> None:
     in_virtual_time("""
 from services.simulation.runtime.network import Pipe

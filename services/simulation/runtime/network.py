@@ -46,7 +46,8 @@ class Network:
         self.listeners: dict[str, Listener] = {}
         self.spike_chance = 0.01
         """The probability that a message takes up to 20 ms longer than usual."""
-        self._cuts: dict[Cut, None] = {}
+        self._cuts: dict[Cut, object] = {}
+        """Maps each cut to an object that differs from those of earlier cuts of the direction."""
         self.awaited: dict[tuple[str, str], list[asyncio.Future[None]]] = {}
         """Maps (source, target) to futures that the next arrival at the target sets."""
         self._waiting: dict[Cut, list[Pipe]] = {}
@@ -97,10 +98,11 @@ class Network:
 
     def cut(self, source: Process, target: Process) -> None:
         """Cuts one direction between two processes."""
-        self._cuts[source.name, target.name] = None
+        cut, this = (source.name, target.name), object()
+        self._cuts[cut] = this
         for connection in self.connections:
             if connection.joins(source, target):
-                self._watch(connection, _CUT_SECONDS, lambda: not self.reaches(source, target))
+                self._watch(connection, _CUT_SECONDS, lambda: self._cuts.get(cut) is this)
 
     def mend(self, source: Process, target: Process) -> None:
         """Ends the cut of one direction. Waiting data is sent again."""
@@ -135,9 +137,14 @@ class Network:
 
     def stopped(self, process: Process) -> None:
         """Makes the peers of a stopped process close their connections if it stays stopped."""
+        this = process.num_stops
+
+        def stays_stopped() -> bool:
+            return process.state is State.STOPPED and process.num_stops == this
+
         for connection in self.connections:
             if connection.has(process):
-                self._watch(connection, _SILENT_SECONDS, lambda: process.state is State.STOPPED)
+                self._watch(connection, _SILENT_SECONDS, stays_stopped)
 
     def _watch(
         self, connection: "Connection", seconds: tuple[float, float], fails: Callable[[], bool]

@@ -32,6 +32,8 @@ class Process:
     def __init__(self, loop: asyncio.AbstractEventLoop, name: str) -> None:
         self.name = name
         self.state = State.RUNS
+        self.num_stops = 0
+        """How often it was stopped."""
         self.seconds_ahead = 0.0
         """How far the process's wall clock is ahead of the virtual time."""
         self.files: list[Any] = []
@@ -70,6 +72,7 @@ class Process:
     def stop(self) -> None:
         if self.state is State.RUNS:
             self.state = State.STOPPED
+            self.num_stops += 1
 
     def resume(self) -> list[asyncio.Handle]:
         """Continues a stopped process. Returns the callbacks that became due, in order."""
