@@ -37,30 +37,50 @@ async def client(silent_address: str) -> AsyncIterator[PoolClient]:
 
 
 class HangingPool(kvpool_pb2_grpc.KVPoolServicer):
+    def __init__(self) -> None:
+        self.num_requests = 0
+
     async def Transact(  # noqa: N802
         self, requests: AsyncIterator[object], _: object
     ) -> AsyncIterator[kvpool_pb2.TransactResponse]:
         async for _request in requests:
+            self.num_requests += 1
             await asyncio.Event().wait()
             yield kvpool_pb2.TransactResponse()
 
 
-async def test_a_transaction_that_is_given_up_is_not_said_to_be_sent_again(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+@pytest.fixture
+async def hanging() -> AsyncIterator[tuple[HangingPool, PoolClient]]:
+    pool = HangingPool()  # type: ignore[abstract]
     server = GrpcServer()
-    server.add(
-        kvpool_pb2_grpc.add_KVPoolServicer_to_server, HangingPool(), "stepwell.kvpool.v1.KVPool"
-    )
+    server.add(kvpool_pb2_grpc.add_KVPoolServicer_to_server, pool, "stepwell.kvpool.v1.KVPool")
     async with open_channel(await server.start("127.0.0.1:0")) as channel:
         await channel.channel_ready()
         client = PoolClient(channel, "pool", timeout_seconds=0.2)
-        async with asyncio.timeout(60):
-            with pytest.raises(PoolLost, match=r"did not answer a transaction within 0\.2 s"):
-                await client.transact(())
+        yield pool, client
         client.close()
     await server.drain(0)
+
+
+async def test_a_transaction_that_is_given_up_is_not_said_to_be_sent_again(
+    hanging: tuple[HangingPool, PoolClient], caplog: pytest.LogCaptureFixture
+) -> None:
+    _, client = hanging
+    async with asyncio.timeout(60):
+        with pytest.raises(PoolLost, match=r"did not answer a transaction within 0\.2 s"):
+            await client.transact(())
     assert "is sent again" not in caplog.text
+
+
+async def test_what_waits_behind_a_transaction_that_fails_is_not_sent(
+    hanging: tuple[HangingPool, PoolClient],
+) -> None:
+    pool, client = hanging
+    transactions = [asyncio.create_task(client.transact(())) for _ in range(3)]
+    async with asyncio.timeout(60):
+        lost = await asyncio.gather(*transactions, return_exceptions=True)
+    assert {str(one) for one in lost} == {"the kvpool did not answer a transaction within 0.2 s"}
+    assert pool.num_requests == 1
 
 
 async def test_a_transaction_ends_in_time_while_the_connection_begins(client: PoolClient) -> None:

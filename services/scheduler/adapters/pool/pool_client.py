@@ -78,6 +78,8 @@ class PoolClient:
         self._alarm = Alarm(self._give_up, watch_addresses(lambda: (address,)))
         self._waiting: asyncio.Task[object] | None = None
         """The task that waits for the stream's next message, or None."""
+        self._lost: ports.PoolLost | None = None
+        """Why a transaction has failed since the pool was last opened, or None."""
 
     async def open(self, config: SchedulerConfig, seen_generation: int = 0) -> int:
         """Opens the pool, which empties it and begins a new generation (the time until it is opened
@@ -113,7 +115,7 @@ class PoolClient:
                 f"the kvpool began generation {response.generation}, which is not above the last "
                 "one"
             )
-        self._generation, self._sequence = response.generation, 0
+        self._generation, self._sequence, self._lost = response.generation, 0, None
         self._check = OutcomeCheck(config.num_blocks, config.all_groups)
         if self._recorder is not None:
             self._recorder.opened()
@@ -126,30 +128,43 @@ class PoolClient:
         return self._generation
 
     async def transact(self, operations: Sequence[Operation], traceparent: str = "") -> Outcome:
+        """Runs a transaction after those that were called before. Raises PoolLost if it fails, or
+        if an earlier one has failed since the pool was last opened. Transactions after a failed one
+        are not sent, because the pool would refuse them.
+        """
         async with self._turns:
-            self._sequence += 1
-            request = kvpool_pb2.TransactRequest(
-                pool_id=self._pool_id,
-                generation=self._generation,
-                sequence=self._sequence,
-                operations=list(map(operation_to_proto, operations)),
-                traceparent=traceparent,
-            )
-            loop = asyncio.get_running_loop()
-            began = loop.time()
-            self._allowed_seconds = self._deadlines.seconds(len(operations))
-            self._is_late = False
-            self._alarm.set(self._allowed_seconds)
+            if self._lost is not None:
+                raise ports.PoolLost(self._lost.message)
             try:
-                response = await self._send(request, operations)
-            finally:
-                self._alarm.stop()
-            elapsed = loop.time() - began - self._alarm.excused_seconds
-            self._deadlines.took(len(operations), elapsed)
-            outcome = self._checked(operations, response)
-            if self._recorder is not None:
-                self._recorder.transacted(operations, response)
-            return outcome
+                return await self._transact(operations, traceparent)
+            except ports.PoolLost as lost:
+                self._lost = lost
+                raise
+
+    async def _transact(self, operations: Sequence[Operation], traceparent: str) -> Outcome:
+        self._sequence += 1
+        request = kvpool_pb2.TransactRequest(
+            pool_id=self._pool_id,
+            generation=self._generation,
+            sequence=self._sequence,
+            operations=list(map(operation_to_proto, operations)),
+            traceparent=traceparent,
+        )
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        self._allowed_seconds = self._deadlines.seconds(len(operations))
+        self._is_late = False
+        self._alarm.set(self._allowed_seconds)
+        try:
+            response = await self._send(request, operations)
+        finally:
+            self._alarm.stop()
+        elapsed = loop.time() - began - self._alarm.excused_seconds
+        self._deadlines.took(len(operations), elapsed)
+        outcome = self._checked(operations, response)
+        if self._recorder is not None:
+            self._recorder.transacted(operations, response)
+        return outcome
 
     def _checked(
         self, operations: Sequence[Operation], response: kvpool_pb2.TransactResponse
