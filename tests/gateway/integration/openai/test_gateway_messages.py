@@ -303,7 +303,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": "x " * 5000}]}, "messages"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-        "messages[0].content[0]",
+        "messages[0].content[0].image ",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]},
+        "messages[0].content[0].document ",
     ),
     (
         {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]},
@@ -315,7 +319,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
                 {
                     "role": "user",
                     "content": [
-                        {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image"}]}
+                        {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "x"}]}
                     ],
                 }
             ]

@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field, Tag
+from pydantic import AfterValidator, BeforeValidator, Field, Tag
+from pydantic_core import PydanticCustomError
 
 from services.common.errors import InvalidArgument
 from services.gateway.adapters.http.exchange.cache_wishes import MarkedBody
@@ -21,6 +22,7 @@ from services.gateway.adapters.http.openai.content_parts import (
     called_arguments,
     said,
     thought,
+    without_media,
 )
 
 
@@ -55,6 +57,14 @@ class ToolReferenceBlock(HistoryBody):
     tool_name: str
 
 
+def _refuse(_block: Any) -> None:
+    raise PydanticCustomError("not_supported", "{why}", {"why": "this server reads text only"})
+
+
+_Media = Annotated[Any, AfterValidator(_refuse)]
+"""An image or a document, which is refused. The error names the block's type after the block's
+index, as in Anthropic's API, so that Claude Code removes the block and sends the rest again.
+"""
 _TEXT_TAGS = frozenset(f"<{name}>" for name in get_args(TextType))
 
 
@@ -63,12 +73,17 @@ def _kind(value: Any) -> str | None:
     return "<text>" if tag in _TEXT_TAGS else tag
 
 
+def _kind_with_media(value: Any) -> str | None:
+    """Like `_kind`. The tag of `_Media` has no brackets, so that errors contain it in the path."""
+    tag = _kind(value)
+    return tag.strip("<>") if tag in ("<image>", "<document>") else tag
+
+
 _ResultBlock = Annotated[
     Annotated[TextPart, Tag("<text>")] | Annotated[ToolReferenceBlock, Tag("<tool_reference>")],
     choice(
         _kind,
-        "must be an object whose type is text or tool_reference; images, "
-        "documents and other blocks are not supported",
+        "must be an object whose type is text or tool_reference; other blocks are not supported",
     ),
 ]
 
@@ -87,7 +102,12 @@ class ToolResultBlock(MarkedBody):
     content: (
         Annotated[
             Annotated[str, Tag("<text>")]
-            | Annotated[list[_ResultBlock], Field(fail_fast=True), Tag("<list>")],
+            | Annotated[
+                list[_ResultBlock],
+                Field(fail_fast=True),
+                BeforeValidator(without_media),
+                Tag("<list>"),
+            ],
             choice(text_or_list, "must be a string or a list of blocks"),
         ]
         | None
@@ -105,11 +125,13 @@ _AnyBlock = Annotated[
     Annotated[TextPart, Tag("<text>")]
     | Annotated[ToolUseBlock, Tag("<tool_use>")]
     | Annotated[ToolResultBlock, Tag("<tool_result>")]
-    | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")],
+    | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")]
+    | Annotated[_Media, Tag("image")]
+    | Annotated[_Media, Tag("document")],
     choice(
-        _kind,
+        _kind_with_media,
         "must be an object whose type is text, tool_use, tool_result or "
-        "thinking; images, documents and other blocks are not supported",
+        "thinking; other blocks are not supported",
     ),
 ]
 _BLOCKS_OF = {

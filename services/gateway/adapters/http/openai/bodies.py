@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, ConfigDict, Field
+from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field, ValidationInfo
 
 from services.common.errors import InvalidArgument, StepwellError
 from services.gateway.adapters.http.exchange.asking_body import AskingBody, StreamedBody, renamed
@@ -18,7 +18,13 @@ from services.gateway.adapters.http.exchange.fields import (
     given,
 )
 from services.gateway.adapters.http.openai import vllm_fields
-from services.gateway.adapters.http.openai.content_parts import TextOrParts, read, said, thought
+from services.gateway.adapters.http.openai.content_parts import (
+    TextOrParts,
+    read,
+    said,
+    thought,
+    without_media,
+)
 from services.gateway.adapters.http.openai.formats import ResponseFormat, TextFormat
 from services.gateway.adapters.http.openai.sampling_fields import SamplingFields
 from services.gateway.adapters.http.openai.tool_bodies import ToolCalls, ToolChoice, Tools
@@ -102,11 +108,15 @@ class CompletionBody(SamplingBody):
     suffix: Annotated[Any, Only("", why="this server cannot insert text before a suffix")] = None
 
 
+def _readable(content: Any, info: ValidationInfo) -> Any:
+    return without_media(content, info) if info.data.get("role") == "tool" else content
+
+
 class ChatMessage(HistoryBody):
     """One turn of a conversation."""
 
     role: ChatRole
-    content: TextOrParts | None = None
+    content: Annotated[TextOrParts | None, BeforeValidator(_readable)] = None
     name: str | None = None
     # The assistant's refusal, which is sent instead of content.
     refusal: str | None = None

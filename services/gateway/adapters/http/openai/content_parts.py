@@ -1,15 +1,20 @@
-"""The text parts of messages and the arguments of earlier tool calls in request bodies of all
-APIs.
+"""The text parts of messages, and the arguments and results of earlier tool calls, in request
+bodies of all APIs.
 """
 
 import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BeforeValidator, Field, Tag
+from pydantic import AliasChoices, BeforeValidator, Field, Tag, ValidationInfo
 
 from services.gateway.adapters.http.exchange.cache_wishes import CacheBreakpoint, MarkedBody
-from services.gateway.adapters.http.exchange.fields import choice, text_or_list, text_or_object
+from services.gateway.adapters.http.exchange.fields import (
+    BodyNotes,
+    choice,
+    text_or_list,
+    text_or_object,
+)
 
 TextType = Literal[
     "text", "input_text", "output_text", "refusal", "thinking", "reasoning_text", "summary_text"
@@ -53,6 +58,42 @@ TextOrParts = Annotated[
     ],
     choice(text_or_list, "must be a string or a list of parts"),
 ]
+
+_MEDIA = {
+    "image": "image",
+    "image_url": "image",
+    "input_image": "image",
+    "document": "document",
+    "file": "file",
+    "input_file": "file",
+    "audio": "audio",
+    "input_audio": "audio",
+}
+"""Maps the types of parts that are not text, in all APIs, to the words for them."""
+
+
+def without_media(content: Any, info: ValidationInfo) -> Any:
+    """Replaces the parts of a tool's result that are not text, such as images, by a text that says
+    so. If they were refused, an agent whose tool returns an image could not continue, because it
+    sends the result again in each later request. A header of the answer lists the types of the
+    replaced parts.
+    """
+    if not isinstance(content, list):
+        return content
+    return [_as_readable(part, info) for part in content]
+
+
+def _as_readable(part: Any, info: ValidationInfo) -> Any:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(kind, str) or kind not in _MEDIA:
+        return part
+    if isinstance(info.context, BodyNotes):
+        info.context.ignored.append(kind)
+    return {"type": "text", "text": f"[{_MEDIA[kind]} omitted: this server reads text only]"}
+
+
+Result = Annotated[TextOrParts | None, BeforeValidator(without_media)]
+"""The result of a tool call."""
 
 
 def said(content: str | Sequence[TextPart] | None) -> list[str]:

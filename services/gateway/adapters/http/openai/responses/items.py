@@ -7,6 +7,7 @@ from pydantic import Tag
 from services.gateway.adapters.http.exchange.fields import HistoryBody, by_type, choice
 from services.gateway.adapters.http.openai.content_parts import (
     Arguments,
+    Result,
     TextOrParts,
     called_arguments,
     read,
@@ -60,7 +61,7 @@ class FunctionCallOutputItem(HistoryBody):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: TextOrParts | None = None
+    output: Result = None
 
     def to_template(self) -> dict[str, Any]:
         return {"role": "tool", "tool_call_id": self.call_id, "content": read(self.output)}
