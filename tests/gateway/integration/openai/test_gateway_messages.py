@@ -347,6 +347,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": [tool()], "tool_choice": {"type": "tool"}}, "tool_choice"),
     ({"tools": [tool()], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice"),
     ({"thinking": {"type": "between_tools"}}, "thinking.type"),
+    ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking.budget_tokens"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 2**40}}, "thinking.budget_tokens"),
     ({"output_config": {"format": {"type": "json_schema", "schema": {"type": 1}}}}, "format"),
     ({"output_config": {"effort": "none"}}, "output_config.effort"),
     ({"container": "c"}, "container"),

@@ -51,6 +51,22 @@ async def test_a_budget_travels_with_the_marks_and_the_state_of_the_prompt(tmp_p
         assert wrong.json()["error"]["param"] == "thinking_token_budget"
 
 
+async def test_anthropics_budget_is_a_bound(tmp_path: Path) -> None:
+    special = (*SPECIAL, "<think>", "</think>")
+    model = write_tokenizer(tmp_path, chat_template=THINKS, special=special)
+    body = {"messages": [{"role": "user", "content": "the"}], "max_tokens": 2}
+    for parser, numbers in (("qwen3", [1024, 0]), ("", [0, 0])):
+        async with serving(model, reasoning_parser=parser) as served:
+            for thinking in (
+                {"type": "enabled", "budget_tokens": 1024},
+                {"type": "adaptive", "budget_tokens": 1024},
+            ):
+                answer = await served.http.post("/v1/messages", json=body | {"thinking": thinking})
+                assert answer.status_code == 200, answer.text
+            asked = [add.sampling.thinking_budget.num_tokens for add in served.scheduler.adds]
+            assert asked == numbers
+
+
 async def test_a_server_that_tells_no_reasoning_apart_refuses_it(tmp_path: Path) -> None:
     async with serving(write_tokenizer(tmp_path)) as served:
         for path, prompt in (

@@ -73,11 +73,13 @@ class AnthropicToolChoice(Body):
 
 
 class Thinking(Body):
-    """Whether the model thinks before it answers. `budget_tokens` has no effect."""
+    """Whether the model thinks before it answers. `budget_tokens` is the maximum number of tokens
+    of the thinking if the type is enabled.
+    """
 
     type: Literal["enabled", "disabled", "adaptive"]
-    display: Literal["summarized", "omitted"] | None = None
-    budget_tokens: Int | None = None
+    display: Literal["summarized", "omitted", "updates"] | None = None
+    budget_tokens: Annotated[Int, Field(ge=0)] | None = None
 
 
 class AnthropicFormat(Body):
@@ -120,6 +122,7 @@ class CountTokensBody(Body):
         names = {
             "prompt": "messages",
             "continue_final_message": "messages",
+            "thinking_token_budget": "thinking.budget_tokens",
             "stop": "stop_sequences",
             "structured_outputs": "output_config.format" if has_form else "tools",
         }

@@ -56,7 +56,7 @@ async def messages_request(
     )
     last = body.messages[-1]
     turns = list(last.to_template("messages[-1]")) if last.role == "assistant" else [None]
-    return await planned(request, use, text, inference, turns[-1])
+    return await planned(request, use, text, inference, turns[-1], _budget(body, inference))
 
 
 async def render(body: CountTokensBody, inference: Inference) -> str:
@@ -106,6 +106,15 @@ def _thinking(body: CountTokensBody) -> dict[str, Any]:
     if thinking != "adaptive":
         variables["enable_thinking"] = thinking == "enabled"
     return variables
+
+
+def _budget(body: MessagesBody, inference: Inference) -> int | None:
+    """Returns the maximum number of thinking tokens, or None if the client sets none, or if the
+    server cannot tell thinking from text.
+    """
+    if body.thinking is None or body.thinking.type != "enabled":
+        return None
+    return None if inference.output_formats.reasoning is None else body.thinking.budget_tokens
 
 
 def _form(body: MessagesBody) -> StructuredOutputs | None:
