@@ -136,7 +136,7 @@ CHATS: dict[str, Handling] = {
     "top_logprobs": honoured({"logprobs": True, "top_logprobs": 2}),
     "top_p": honoured({"top_p": 0.5}),
     "user": no_effect("someone"),
-    "verbosity": no_effect("medium", refused=("low", "high")),
+    "verbosity": no_effect("medium", "low", "high"),
     "web_search_options": refused({}),
 }
 

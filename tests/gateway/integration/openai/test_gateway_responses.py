@@ -11,7 +11,8 @@ from openai.types.responses import FunctionToolParam, response_create_params
 from pydantic import BaseModel
 from stepwell.common.v1 import common_pb2
 
-from services.gateway.adapters.http.openai.responses.bodies import ResponsesBody, ResponsesTool
+from services.gateway.adapters.http.openai.responses.bodies import ResponsesBody
+from services.gateway.adapters.http.openai.responses.tools import ResponsesTool
 from tests.gateway.fake_scheduler import FakeScheduler
 from tests.gateway.integration.openai.test_gateway_messages import CALL, THOUGHT
 from tests.gateway.integration.openai.test_gateway_tools import (

@@ -4,12 +4,11 @@ import json
 import math
 import re
 
+from services.gateway.core.text.parsing.json_string import decoded
 from services.gateway.core.text.parsing.reader import Malformed, Reader, Reading, drop
 from services.gateway.core.text.parsing.sink import encodable
 
 _SCALAR = re.compile(r"[-+.0-9A-Za-z_]+")
-_ESCAPE = re.compile(r"\\(u[0-9A-Fa-f]{4}|.)", re.DOTALL)
-_ESCAPED = frozenset('"\\/bfnrt')
 _NAMES = {"True": "true", "False": "false", "None": "null"}
 _MAX_DEPTH = 100
 """Limit on the nesting of objects and lists, because clients can parse only about 200 levels."""
@@ -104,7 +103,7 @@ class InputWriter:
             raise Malformed
         pieces: list[str] = []
         yield from self._reader.quoted(pieces.append)
-        text = json.loads(_ESCAPE.sub(_known_escape, "".join(pieces)), strict=False)
+        text = decoded("".join(pieces)[1:-1])
         return json.dumps(encodable(text), ensure_ascii=False)
 
     def _scalar(self) -> Reading[str]:
@@ -114,12 +113,6 @@ class InputWriter:
         word = "".join(pieces)
         word = _NAMES.get(word, word)
         return word if _is_scalar(word) else json.dumps(word)
-
-
-def _known_escape(match: re.Match[str]) -> str:
-    """Keeps an escape that JSON knows. In any other escape, the backslash itself is escaped."""
-    escaped = match[1]
-    return match[0] if escaped in _ESCAPED or len(escaped) > 1 else f"\\\\{escaped}"
 
 
 def _is_scalar(word: str) -> bool:

@@ -15,6 +15,7 @@ from services.gateway.adapters.http.exchange.fields import (
     Prompts,
     TextOrTexts,
     TokenIds,
+    Without,
     given,
 )
 from services.gateway.adapters.http.openai import vllm_fields
@@ -199,7 +200,7 @@ class ChatCompletionBody(SamplingBody, ChatTemplateBody, vllm_fields.UnservedCha
     prediction: Annotated[Any, Only(why="predicted outputs are not supported")] = None
     reasoning_effort: Effort | None = None
     thinking_token_budget: Int | None = None
-    verbosity: Annotated[Any, Only("medium", why="verbosity is not supported")] = None
+    verbosity: Annotated[Any, Without("verbosity", "medium")] = None
     web_search_options: Annotated[Any, Only(why=_NO_SEARCH)] = None
     moderation: Annotated[Any, Only(why="this server has no moderation")] = None
 

@@ -54,7 +54,18 @@ class OutputCall(Answer):
     status: ItemStatus
 
 
-OutputItem = OutputMessage | OutputReasoning | OutputCall
+class OutputCustomCall(Answer):
+    """An item with a call of a custom tool. Its input is any text."""
+
+    id: str
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    input: str
+    status: ItemStatus
+
+
+OutputItem = OutputMessage | OutputReasoning | OutputCall | OutputCustomCall
 
 
 class ResponseFault(Answer):
@@ -153,6 +164,8 @@ class ResponseEvent(Answer):
         "response.reasoning_text.done",
         "response.function_call_arguments.delta",
         "response.function_call_arguments.done",
+        "response.custom_tool_call_input.delta",
+        "response.custom_tool_call_input.done",
         "response.content_part.done",
         "response.output_item.done",
         "response.completed",
@@ -171,3 +184,4 @@ class ResponseEvent(Answer):
     logprobs: list[Any] | None = None
     name: str | None = None
     arguments: str | None = None
+    input: str | None = None

@@ -1,16 +1,9 @@
 """The body of OpenAI's responses API, field by field."""
 
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal, cast
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    Field,
-    Tag,
-    ValidationInfo,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-)
+from pydantic import AfterValidator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from services.common.errors import StepwellError
@@ -18,7 +11,6 @@ from services.gateway.adapters.http.exchange.asking_body import StreamedBody, re
 from services.gateway.adapters.http.exchange.cache_wishes import CacheOptions, CacheRetention
 from services.gateway.adapters.http.exchange.fields import (
     Body,
-    BodyNotes,
     Ignored,
     Int,
     Only,
@@ -27,24 +19,23 @@ from services.gateway.adapters.http.exchange.fields import (
     by_type,
     choice,
     text_or_list,
-    text_or_object,
 )
 from services.gateway.adapters.http.openai.bodies import Effort
 from services.gateway.adapters.http.openai.formats import JsonObjectFormat, JsonSchema, TextFormat
 from services.gateway.adapters.http.openai.responses.items import AnyItem, whole_name
-from services.gateway.adapters.http.openai.sampling_fields import CommonSamplingFields
-from services.gateway.adapters.http.openai.tool_bodies import (
-    MAX_TOOLS,
-    TOOL_NAME,
-    FunctionBody,
-    FunctionType,
+from services.gateway.adapters.http.openai.responses.tools import (
+    CustomTool,
+    ResponsesTool,
+    ResponsesToolChoice,
+    ResponsesTools,
+    functions_of,
 )
+from services.gateway.adapters.http.openai.sampling_fields import CommonSamplingFields
 from services.gateway.adapters.http.openai.vllm_fields import UnservedResponsesFields
 
 _NOT_KEPT = "responses are not kept: send the whole conversation as input"
 _LOGPROBS = "message.output_text.logprobs"
 _NO_LOGPROBS = "only /v1/completions and /v1/chat/completions return log-probabilities"
-_NOT_ASYNC = "the results of all tool calls must be in the next request"
 _NO_FILES = "this server reads text only"
 
 
@@ -55,92 +46,6 @@ def _includable(names: list[str]) -> list[str]:
     if _LOGPROBS in names:
         raise PydanticCustomError("not_supported", "{why}", {"why": _NO_LOGPROBS})
     return names
-
-
-class ResponsesTool(FunctionBody, FunctionType):
-    """A function that the client runs. The field `type` is checked first."""
-
-    allowed_callers: Annotated[Any, Only(["direct"], why="only the model calls tools")] = None
-    async_: Annotated[Any, Only(False, why=_NOT_ASYNC)] = Field(default=None, alias="async")
-    output_schema: Annotated[Any, Only(why="this server does not check the results of tools")] = (
-        None
-    )
-
-
-class ResponsesNamespace(Body):
-    """Functions under a common name. Codex offers some of its tools so."""
-
-    type: Literal["namespace"]
-    name: str = Field(pattern=TOOL_NAME)
-    description: str | None = None
-    tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
-
-
-def _kind(tool: Any) -> str:
-    is_namespace = isinstance(tool, dict) and tool.get("type") == "namespace"
-    return "<namespace>" if is_namespace else "<function>"
-
-
-_Tool = ResponsesTool | ResponsesNamespace
-AnyTool = Annotated[
-    Annotated[ResponsesTool, Tag("<function>")] | Annotated[ResponsesNamespace, Tag("<namespace>")],
-    choice(_kind, "must be an object whose type is function or namespace"),
-]
-
-
-def _unless_search(
-    tool: Any, validate: ValidatorFunctionWrapHandler, info: ValidationInfo
-) -> _Tool | None:
-    """Validates a tool. Returns None for a search of the web, which OpenAI would run. Codex offers
-    it by default, so it is left out, and a header of the answer names it.
-    """
-    kind = tool.get("type") if isinstance(tool, dict) else None
-    if not (isinstance(kind, str) and kind.startswith("web_search")):
-        return cast("_Tool", validate(tool))
-    if isinstance(info.context, BodyNotes):
-        info.context.ignored.append("tools.web_search")
-    return None
-
-
-def _functions(tools: Sequence[_Tool | None] | None) -> list[tuple[str, str | None, ResponsesTool]]:
-    """Returns each function's place in the list, its namespace, and the function."""
-    found: list[tuple[str, str | None, ResponsesTool]] = []
-    for number, tool in enumerate(tools or ()):
-        if isinstance(tool, ResponsesTool):
-            found.append((f"[{number}]", None, tool))
-        elif tool is not None:
-            inner = enumerate(tool.tools)
-            found += [(f"[{number}].tools[{place}]", tool.name, one) for place, one in inner]
-    return found
-
-
-def _few(tools: list[_Tool | None]) -> list[_Tool | None]:
-    if len(_functions(tools)) > MAX_TOOLS:
-        why = f"must have at most {MAX_TOOLS} functions"
-        raise PydanticCustomError("too_long", "{why}", {"why": why})
-    return tools
-
-
-ResponsesTools = Annotated[
-    list[Annotated[AnyTool, WrapValidator(_unless_search)]],
-    Field(max_length=MAX_TOOLS, fail_fast=True),
-    AfterValidator(_few),
-]
-"""Tools. None stands for a search that is left out."""
-
-
-class ResponsesNamedTool(Body):
-    """The function that must be called."""
-
-    type: Literal["function"]
-    name: str = Field(max_length=256)
-
-
-ResponsesToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("<text>")]
-    | Annotated[ResponsesNamedTool, Tag("<object>")],
-    choice(text_or_object, "must be none, auto, required, or an object that names a function"),
-]
 
 
 class ResponsesJsonSchema(JsonSchema):
@@ -161,7 +66,7 @@ class ResponsesText(Body):
         ]
         | None
     ) = None
-    verbosity: Annotated[Any, Only("medium", why="verbosity is not supported")] = None
+    verbosity: Annotated[Any, Without("text.verbosity", "medium")] = None
 
 
 class ResponsesReasoning(Body):
@@ -229,13 +134,18 @@ class ResponsesBody(StreamedBody, CommonSamplingFields, UnservedResponsesFields)
         """All functions, with the names by which the model knows them."""
         return [
             tool.model_copy(update={"name": whole_name(namespace, tool.name)})
-            for _, namespace, tool in _functions(self.tools)
+            for _, namespace, tool in functions_of(self.tools)
         ]
 
     @property
     def places(self) -> Iterator[str]:
         """The place of each function in `tools`, for errors."""
-        return (place for place, _, _ in _functions(self.tools))
+        return (place for place, _, _ in functions_of(self.tools))
+
+    @property
+    def custom_names(self) -> frozenset[str]:
+        """The names of the custom tools."""
+        return frozenset(tool.name for tool in self.tools or () if isinstance(tool, CustomTool))
 
     @property
     def namespaced(self) -> dict[str, dict[str, str]]:
@@ -244,7 +154,7 @@ class ResponsesBody(StreamedBody, CommonSamplingFields, UnservedResponsesFields)
         """
         return {
             whole_name(namespace, tool.name): {"name": tool.name, "namespace": namespace}
-            for _, namespace, tool in _functions(self.tools)
+            for _, namespace, tool in functions_of(self.tools)
             if namespace is not None
         }
 
@@ -254,7 +164,7 @@ class ResponsesBody(StreamedBody, CommonSamplingFields, UnservedResponsesFields)
         """
         names = [
             whole_name(namespace, tool.name)
-            for _, namespace, tool in _functions(self.tools)
+            for _, namespace, tool in functions_of(self.tools)
             if tool.name == name
         ]
         return names[0] if len(names) == 1 else name

@@ -32,7 +32,10 @@ class ResponsesDialect(StreamingDialect):
 
     def __init__(self, converted: ConvertedRequest[ResponsesBody]) -> None:
         self._writer = ItemWriter(
-            converted.request, converted.arrival_unix_nanos, converted.body.namespaced
+            converted.request,
+            converted.arrival_unix_nanos,
+            converted.body.namespaced,
+            converted.body.custom_names,
         )
         self._frame = _frame(converted)
         self._last = Piece(0)

@@ -1,11 +1,12 @@
 """Writes the assistant's output as items: whole, or as the events of a stream."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
 
 from services.gateway.adapters.http.openai.chat_messages import call_id
+from services.gateway.adapters.http.openai.responses.custom_input import INPUT, InputDecoder
 from services.gateway.core.request.choice import Piece
 from services.gateway.core.request.generation import Answer
 from services.gateway.core.request.request import ClientRequest
@@ -19,8 +20,11 @@ from services.gateway.core.text.parsing.events import (
 )
 
 _DIGITS = 32
-_MESSAGE, _REASONING, _CALL = "message", "reasoning", "function_call"
-_PREFIXES = {_MESSAGE: "msg_", _REASONING: "rs_", _CALL: "fc_"}
+_MESSAGE, _REASONING, _CALL, _CUSTOM = "message", "reasoning", "function_call", "custom_tool_call"
+_PREFIXES = {_MESSAGE: "msg_", _REASONING: "rs_", _CALL: "fc_", _CUSTOM: "ctc_"}
+_WRITTEN = {_CALL: "arguments", _CUSTOM: INPUT}
+"""Maps kinds of calls to the field with the text that the model wrote."""
+_EVENTS = {_CALL: "response.function_call_arguments", _CUSTOM: "response.custom_tool_call_input"}
 _TEXT_OF = {_MESSAGE: "output_text", _REASONING: "reasoning_text"}
 """Maps kinds of items to the type of their only part, which is in the names of events, too."""
 
@@ -44,12 +48,13 @@ class _Item:
         return part
 
     def begun(self) -> dict[str, Any]:
-        empty: dict[str, Any] = {"arguments": ""} if self.kind == _CALL else {"content": []}
+        written = _WRITTEN.get(self.kind)
+        empty: dict[str, Any] = {"content": []} if written is None else {written: ""}
         return {**self.head, "status": "in_progress", **empty}
 
     def ended(self, status: str) -> dict[str, Any]:
-        if self.kind == _CALL:
-            return {**self.head, "status": status, "arguments": self.text}
+        if self.kind in _WRITTEN:
+            return {**self.head, "status": status, _WRITTEN[self.kind]: self.text}
         return {**self.head, "status": status, "content": [self.part(self.text)]}
 
 
@@ -61,12 +66,18 @@ class ItemWriter:
         request: ClientRequest,
         arrival_unix_nanos: int,
         namespaced: Mapping[str, dict[str, str]],
+        custom_names: Collection[str],
     ) -> None:
-        """`namespaced` maps the names of some functions to the fields that name them in calls."""
+        """`namespaced` maps the names of some functions to the fields that name them in calls.
+        `custom_names` are the names of custom tools.
+        """
         self.items: list[dict[str, Any]] = []
         self._request = request
         self._arrival = arrival_unix_nanos
         self._namespaced = namespaced
+        self._custom_names = custom_names
+        self._input = InputDecoder()
+        """Decodes the input of the last call of a custom tool."""
         self._item: _Item | None = None
 
     def events(self, piece: Piece) -> list[dict[str, Any]]:
@@ -89,15 +100,18 @@ class ItemWriter:
 
     def end(self, status: str = "completed") -> list[dict[str, Any]]:
         """Ends the current item, if there is one. Returns its last events."""
-        item, self._item = self._item, None
+        item = self._item
         if item is None:
             return []
+        last = list(self._written(self._input.end())) if item.kind == _CUSTOM else []
+        self._item = None
         where = {"item_id": item.head["id"], "output_index": len(self.items)}
         body = item.ended(status)
         self.items.append(body)
-        if item.kind == _CALL:
-            kind = "response.function_call_arguments.done"
-            done = [{"type": kind, **where, "arguments": item.text, "name": item.head["name"]}]
+        if item.kind in _WRITTEN:
+            named = {"name": item.head["name"]} if item.kind == _CALL else {}
+            text = {_WRITTEN[item.kind]: item.text, **named}
+            done = [{"type": f"{_EVENTS[item.kind]}.done", **where, **text}]
         else:
             where["content_index"] = 0
             text = {"text": item.text, **_logprobs(item)}
@@ -106,7 +120,8 @@ class ItemWriter:
                 {"type": "response.content_part.done", **where, "part": item.part(item.text)},
             ]
         index = where["output_index"]
-        return [*done, {"type": "response.output_item.done", "output_index": index, "item": body}]
+        ended = {"type": "response.output_item.done", "output_index": index, "item": body}
+        return [*last, *done, ended]
 
     def _write(self, event: OutputEvent) -> Iterator[dict[str, Any]]:
         match event:
@@ -117,12 +132,20 @@ class ItemWriter:
             case CallStart(call, name):
                 name_of_call = call_id(self._request, self._arrival, 0, call, "call_")
                 named = self._namespaced.get(name, {"name": name})
-                yield from self._begin(_CALL, {"call_id": name_of_call, **named})
+                kind = _CUSTOM if name in self._custom_names else _CALL
+                yield from self._begin(kind, {"call_id": name_of_call, **named})
+                self._input = InputDecoder()
             case CallArguments(_, text):
                 assert self._item is not None
-                self._item.pieces.append(text)
-                kind = "response.function_call_arguments.delta"
-                yield {"type": kind, **self._where(), "delta": text}
+                is_custom = self._item.kind == _CUSTOM
+                yield from self._written(self._input.feed(text) if is_custom else text)
+
+    def _written(self, text: str) -> Iterator[dict[str, Any]]:
+        """Yields the event for the next piece of a call's text, if there is one."""
+        if text:
+            assert self._item is not None
+            self._item.pieces.append(text)
+            yield {"type": f"{_EVENTS[self._item.kind]}.delta", **self._where(), "delta": text}
 
     def _add(self, kind: str, text: str) -> Iterator[dict[str, Any]]:
         if self._item is None or self._item.kind != kind:
@@ -139,7 +162,7 @@ class ItemWriter:
         item = self._item = _Item(kind, {"id": self._id(kind), "type": kind, **head})
         index = len(self.items)
         yield {"type": "response.output_item.added", "output_index": index, "item": item.begun()}
-        if kind != _CALL:
+        if kind not in _WRITTEN:
             part = {"content_index": 0, "part": item.part("")}
             yield {"type": "response.content_part.added", **self._where(), **part}
 

@@ -14,6 +14,7 @@ from services.gateway.adapters.http.openai.content_parts import (
     said,
     thought,
 )
+from services.gateway.adapters.http.openai.responses.custom_input import INPUT
 
 
 class MessageItem(HistoryBody):
@@ -50,16 +51,35 @@ class FunctionCallItem(HistoryBody):
     arguments: Arguments | None = None
 
     def to_template(self) -> dict[str, Any]:
-        name = whole_name(self.namespace, self.name)
-        function = {"name": name, "arguments": called_arguments(self.arguments)}
-        call = {"id": self.call_id, "type": "function", "function": function}
-        return {"role": "assistant", "content": [], "tool_calls": [call]}
+        return _call(self.call_id, self.namespace, self.name, called_arguments(self.arguments))
+
+
+class CustomToolCallItem(HistoryBody):
+    """A call of a custom tool that the assistant made."""
+
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    namespace: str | None = None
+    input: str | None = None
+
+    def to_template(self) -> dict[str, Any]:
+        return _call(self.call_id, self.namespace, self.name, {INPUT: self.input or ""})
+
+
+def _call(
+    call_id: str, namespace: str | None, name: str, arguments: dict[str, Any] | str
+) -> dict[str, Any]:
+    """Returns a call as a turn of the assistant."""
+    function = {"name": whole_name(namespace, name), "arguments": arguments}
+    call = {"id": call_id, "type": "function", "function": function}
+    return {"role": "assistant", "content": [], "tool_calls": [call]}
 
 
 class FunctionCallOutputItem(HistoryBody):
     """The result of a tool call."""
 
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
     output: Result = None
 
@@ -88,16 +108,18 @@ def _kind(value: Any) -> str | None:
     return by_type(value)
 
 
-Item = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem
+Item = MessageItem | FunctionCallItem | CustomToolCallItem | FunctionCallOutputItem | ReasoningItem
 AnyItem = Annotated[
     Annotated[MessageItem, Tag("<message>")]
     | Annotated[FunctionCallItem, Tag("<function_call>")]
+    | Annotated[CustomToolCallItem, Tag("<custom_tool_call>")]
     | Annotated[FunctionCallOutputItem, Tag("<function_call_output>")]
+    | Annotated[FunctionCallOutputItem, Tag("<custom_tool_call_output>")]
     | Annotated[ReasoningItem, Tag("<reasoning>")],
     choice(
         _kind,
-        "must be an object whose type is message, function_call, "
-        "function_call_output or reasoning; other items are not supported",
+        "must be an object whose type is message, function_call, function_call_output, "
+        "custom_tool_call, custom_tool_call_output or reasoning; other items are not supported",
     ),
 ]
 
