@@ -184,6 +184,11 @@ def test_items_of_a_response_that_was_cut() -> None:
     assert responses(result)[0]["content"] == ""
 
 
+def test_an_empty_namespace_is_none() -> None:
+    call = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
+    assert responses({**call, "namespace": ""}) == responses(call)
+
+
 def test_blocks_that_agents_send_back() -> None:
     blocks = [
         {"type": "redacted_thinking", "data": "x"},

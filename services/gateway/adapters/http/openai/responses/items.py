@@ -38,7 +38,7 @@ class MessageItem(HistoryBody):
 
 def whole_name(namespace: str | None, name: str) -> str:
     """The name by which the model knows a tool, as in vLLM: `namespace__name` if it has one."""
-    return name if namespace is None else f"{namespace}__{name}"
+    return f"{namespace}__{name}" if namespace else name
 
 
 class FunctionCallItem(HistoryBody):
