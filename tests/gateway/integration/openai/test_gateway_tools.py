@@ -83,6 +83,18 @@ async def test_recorded_answers_whole_and_streamed(calling: Path, recorded: Reco
     assert [(e.name, json.loads(e.arguments)) for e in done] == (CALLS if recorded.calls else [])
 
 
+async def test_text_after_a_call_is_a_line_of_its_own(hermes: Serving) -> None:
+    call = '<tool_call>{"name": "get_weather", "arguments": {"city": "Rome"}}</tool_call>'
+    hermes.scheduler.answer = hermes.tokens(f"First.\n{call}\n{call}\nThen more.")
+    ask: dict[str, Any] = {"model": "tiny", "messages": ASK, "tools": [tool()]}
+    async with hermes.openai() as client:
+        whole = await client.chat.completions.create(**ask)
+        stream = await client.chat.completions.create(**ask, stream=True)
+        pieces = [chunk.choices[0].delta.content async for chunk in stream]
+    assert whole.choices[0].message.content == "First.\nThen more."
+    assert "".join(piece or "" for piece in pieces) == "First.\nThen more."
+
+
 async def test_deltas_of_a_call(hermes: Serving) -> None:
     text = '<tool_call>{"name": "get_weather", "arguments": {"city": "Rome"}}</tool_call>'
     hermes.scheduler.answer = hermes.tokens(text)

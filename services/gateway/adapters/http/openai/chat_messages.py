@@ -36,6 +36,8 @@ class MessageWriter:
         self._arrival = arrival_unix_nanos
         self._shows_reasoning = shows_reasoning
         self._have_called: set[int] = set()
+        self._written: dict[int, list[type[events.OutputEvent]]] = {}
+        """The kinds of events of each choice, the last one last."""
 
     def deltas(self, piece: Piece) -> list[dict[str, Any]]:
         if piece.events is None:
@@ -78,11 +80,13 @@ class MessageWriter:
     def _delta(self, index: int, event: events.OutputEvent) -> dict[str, Any] | None:
         match event:
             case events.ContentDelta(text):
-                return {"content": text}
+                return {"content": self._separator(index, event) + text}
             case events.ReasoningDelta(text):
-                return {"reasoning": text} if self._shows_reasoning else None
+                separator = self._separator(index, event)
+                return {"reasoning": separator + text} if self._shows_reasoning else None
             case events.CallStart(call, name):
                 self._have_called.add(index)
+                self._separator(index, event)
                 started = {
                     "index": call,
                     "id": call_id(self._request, self._arrival, index, call),
@@ -92,3 +96,16 @@ class MessageWriter:
                 return {"tool_calls": [started]}
             case events.CallArguments(call, text):
                 return {"tool_calls": [{"index": call, "function": {"arguments": text}}]}
+
+    def _separator(self, index: int, event: events.OutputEvent) -> str:
+        """Returns the text before the event's text: a separator if it begins another part of a kind
+        that the choice already has.
+        """
+        kinds = self._written.setdefault(index, [])
+        if kinds and kinds[-1] is type(event):
+            return ""
+        is_another = type(event) in kinds
+        if is_another:
+            kinds.remove(type(event))
+        kinds.append(type(event))
+        return events.SEPARATOR if is_another else ""

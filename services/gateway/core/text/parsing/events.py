@@ -3,6 +3,11 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+SEPARATOR = "\n"
+"""The text between two parts of the same kind, for APIs whose messages have one content. The models
+write white space there, which is part of the format of calls and is not in the events.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class ContentDelta:
@@ -93,6 +98,7 @@ class ParsedMessage:
 
     @property
     def content(self) -> str:
+        """All content. Content before and after a call is separated by a line feed."""
         return self._joined(ContentDelta)
 
     @property
@@ -109,4 +115,4 @@ class ParsedMessage:
         return self._parts[-1]
 
     def _joined(self, kind: type[ContentDelta] | type[ReasoningDelta]) -> str:
-        return "".join(part.text for part in self._parts if part.kind is kind)
+        return SEPARATOR.join(part.text for part in self._parts if part.kind is kind)
