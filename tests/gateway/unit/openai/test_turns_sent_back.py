@@ -184,6 +184,14 @@ def test_items_of_a_response_that_was_cut() -> None:
     assert responses(result)[0]["content"] == ""
 
 
+def test_a_document_that_a_tool_returned_may_be_text() -> None:
+    source = {"type": "text", "media_type": "text/plain", "data": "notes"}
+    result = {"type": "tool_result", "tool_use_id": "a"}
+    document = {"type": "document", "source": source, "title": "a.txt"}
+    (turn,) = messages({"role": "user", "content": [{**result, "content": [document]}]})
+    assert turn["content"] == "notes"
+
+
 def test_an_empty_namespace_is_none() -> None:
     call = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
     assert responses({**call, "namespace": ""}) == responses(call)

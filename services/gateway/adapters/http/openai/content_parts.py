@@ -87,6 +87,9 @@ def _as_readable(part: Any, info: ValidationInfo) -> Any:
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str) or kind not in _MEDIA:
         return part
+    source = part.get("source")
+    if isinstance(source, dict) and source.get("type") == "text":  # Anthropic's plain text
+        return {"type": "text", "text": source.get("data")}
     if isinstance(info.context, BodyNotes):
         info.context.ignored.append(kind)
     return {"type": "text", "text": f"[{_MEDIA[kind]} omitted: this server reads text only]"}
