@@ -191,7 +191,7 @@ STORIES = {
         "critical",
     ),
     "StepwellRecoveries": AlertStory(
-        {_RECOVERIES: "0x5 1 2 3x30"}, {_RECOVERIES: "0x5 1 2x30"}, _ENGINE | {"lost": "workers"}
+        {_RECOVERIES: "0x6 1 2 3x30"}, {_RECOVERIES: "0x6 1 2x30"}, _ENGINE | {"lost": "workers"}
     ),
     "StepwellQueueTimeHigh": AlertStory(
         buckets("vllm:request_queue_time_seconds", {"10.0": 90, "15.0": 100, "+Inf": 100}),

@@ -106,7 +106,9 @@ def panel_rules() -> list[dict[str, Any]]:
 
 
 def rule_test(name: str, story: AlertStory, rule_files: list[str]) -> dict[str, Any]:
-    """An alert's promtool tests: one for each broken system, and one for the calm system."""
+    """An alert's promtool tests: one for each broken system, and one for the calm system. The rules
+    are also evaluated between two samples, which are a minute apart, as with slow scrapes.
+    """
 
     def run(series: dict[str, str], *, fires: bool) -> dict[str, Any]:
         alert = {"exp_labels": story.fires | {"severity": story.severity}}
@@ -116,14 +118,14 @@ def rule_test(name: str, story: AlertStory, rule_files: list[str]) -> dict[str, 
             "interval": "1m",
             "input_series": [{"series": key, "values": value} for key, value in series.items()],
             "alert_rule_test": [
-                {"eval_time": f"{story.minute}m", "alertname": one, "exp_alerts": alerts}
+                {"eval_time": f"{story.minute}m30s", "alertname": one, "exp_alerts": alerts}
                 for one, alerts in expected.items()
             ],
         }
 
     return {
         "rule_files": rule_files,
-        "evaluation_interval": "1m",
+        "evaluation_interval": "30s",
         "tests": [
             *(run(series, fires=True) for series in (story.broken, story.also_broken) if series),
             run(story.calm, fires=False),

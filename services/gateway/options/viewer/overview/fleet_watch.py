@@ -15,7 +15,7 @@ from services.gateway.options.viewer.core.alerts.alerts import LISTED_SECONDS, A
 from services.gateway.options.viewer.core.alerts.series_store import MAX_SERIES, Labels, SeriesStore
 
 SAMPLE_SECONDS = 20.0
-"""Seconds between two samples. rate(...[1m]) needs two samples within a minute."""
+"""Seconds between two samples. rate(...[2m]) needs two samples within two minutes."""
 LOOK_SECONDS = 5.0
 """Minimum number of seconds between two samples while the page is shown."""
 RULES = Path(__file__).parents[1] / "rules"
