@@ -323,6 +323,15 @@ async def test_what_is_wrong_is_named(hermes: Serving) -> None:
     assert hermes.scheduler.adds == []
 
 
+async def test_a_reference_to_an_item_is_refused_with_the_remedy(hermes: Serving) -> None:
+    """The AI SDK of Vercel sends references, unless its option `store` is false."""
+    items = [{"role": "user", "content": "hi"}, {"type": "item_reference", "id": "rs_1"}]
+    refused = await hermes.http.post(PATH, json=BASE | {"input": items})
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"]) == (400, "input[1]")
+    assert "send the items, as clients do if store is false" in error["message"]
+
+
 async def test_effort_and_what_is_stored_are_served_without_a_parser(served: Serving) -> None:
     body = BASE | {"reasoning": {"effort": "low"}, "store": True, "max_output_tokens": 2}
     response = await served.http.post(PATH, json=body)

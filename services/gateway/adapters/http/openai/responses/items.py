@@ -2,7 +2,8 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Tag
+from pydantic import AfterValidator, Tag
+from pydantic_core import PydanticCustomError
 
 from services.gateway.adapters.http.exchange.fields import HistoryBody, by_type, choice
 from services.gateway.adapters.http.openai.content_parts import (
@@ -102,6 +103,11 @@ class ReasoningItem(HistoryBody):
         return {"role": "assistant", "content": [], "reasoning_content": "".join(read(parts))}
 
 
+def _refuse(_reference: Any) -> None:
+    why = "this server stores no items; send the items, as clients do if store is false"
+    raise PydanticCustomError("not_supported", "{why}", {"why": why})
+
+
 def _kind(value: Any) -> str | None:
     if isinstance(value, dict) and value.get("type") is None:
         return "<message>"
@@ -115,7 +121,8 @@ AnyItem = Annotated[
     | Annotated[CustomToolCallItem, Tag("<custom_tool_call>")]
     | Annotated[FunctionCallOutputItem, Tag("<function_call_output>")]
     | Annotated[FunctionCallOutputItem, Tag("<custom_tool_call_output>")]
-    | Annotated[ReasoningItem, Tag("<reasoning>")],
+    | Annotated[ReasoningItem, Tag("<reasoning>")]
+    | Annotated[Any, AfterValidator(_refuse), Tag("<item_reference>")],
     choice(
         _kind,
         "must be an object whose type is message, function_call, function_call_output, "
