@@ -46,11 +46,15 @@ class CertificateWatch:
         self.current: Certificate = check(files, files.read())
         self._check = check
         self.num_reloads = 0
-        self.num_failures = 0
         self._unix_seconds = unix_seconds
         self._complaint = ""
         self._warned_of: Certificate | None = None
         self._stop = threading.Event()
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the files could be used when they were last read."""
+        return not self._complaint
 
     @property
     def seconds_left(self) -> float:
@@ -98,7 +102,6 @@ class CertificateWatch:
     def _failed(self, complaint: str) -> None:
         if complaint != self._complaint:
             self._complaint = complaint
-            self.num_failures += 1
             logger.warning("%s; the previous %s certificate stays in use", complaint, self.purpose)
 
     def _warn_before_the_end(self) -> None:

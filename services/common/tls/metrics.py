@@ -18,9 +18,9 @@ class TlsCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         left = value_family(process.TLS_SECONDS_LEFT)
         reloads = value_family(process.TLS_RELOADS)
-        failures = value_family(process.TLS_RELOAD_FAILURES)
+        usable = value_family(process.TLS_FILES_USABLE)
         for watch in self._watches:
             left.add_metric([watch.purpose], watch.seconds_left)
             reloads.add_metric([watch.purpose], watch.num_reloads)
-            failures.add_metric([watch.purpose], watch.num_failures)
-        return iter((left, reloads, failures) if self._watches else ())
+            usable.add_metric([watch.purpose], watch.is_usable)
+        return iter((left, reloads, usable) if self._watches else ())

@@ -75,14 +75,6 @@ def _answers(errors: int) -> dict[str, str]:
     }
 
 
-def _reloads(good: str) -> dict[str, str]:
-    labels = '{job="stepwell",instance="g",service="gateway",certificate="public"}'
-    return {
-        f"stepwell_tls_reload_failures_total{labels}": "0x10 1x30",
-        f"stepwell_tls_reloads_total{labels}": good,
-    }
-
-
 def _starts(*times: int) -> dict[str, str]:
     return {
         f"process_start_time_seconds{{{_OF_WORKER}}}": _after_each_other(times),
@@ -115,10 +107,9 @@ _REPLICA = _ENGINE | {"instance": "r:9101"}
 _RECOVERIES = f'stepwell_recoveries_total{{{OF_REPLICA},lost="workers"}}'
 _STARTING = 'stepwell_engine_state{instance="r:9101",engine="e",state="starting"}'
 _DROPPED = 'stepwell_trace_spans_dropped_total{job="stepwell",instance="g",service="gateway"'
-_CERTIFICATE = (
-    'stepwell_tls_certificate_seconds_left{job="stepwell",instance="g",service="gateway",'
-    'certificate="public"}'
-)
+_OF_CERTIFICATE = '{job="stepwell",instance="g",service="gateway",certificate="public"}'
+_CERTIFICATE = f"stepwell_tls_certificate_seconds_left{_OF_CERTIFICATE}"
+_USABLE = f"stepwell_tls_files_usable{_OF_CERTIFICATE}"
 
 STORIES = {
     "StepwellTargetDown": AlertStory(
@@ -180,9 +171,12 @@ STORIES = {
         {"job": "stepwell", "instance": "g", "service": "gateway"},
     ),
     "StepwellCertificateReloadFails": AlertStory(
-        _reloads("0x40"),
-        _reloads("0x11 1x30"),
+        {_USABLE: "1x10 0x100"},
+        # The operator has copied the files one by one, or has restored the previous ones.
+        {_USABLE: "1x10 0 1x100"},
         {"job": "stepwell", "instance": "g", "service": "gateway", "certificate": "public"},
+        # It does not end before the files can be used.
+        minute=90,
     ),
     "StepwellEngineStalled": AlertStory(
         _stalled(sessions=1),

@@ -40,10 +40,11 @@ TLS_RELOADS = _specs.counter(
     "Certificates that replaced a certificate in use.",
     "certificate",
 )
-TLS_RELOAD_FAILURES = _specs.counter(
-    "stepwell_tls_reload_failures",
-    "certificates",
-    "New certificates that cannot be used; the previous certificate stays in use.",
+TLS_FILES_USABLE = _specs.gauge(
+    "stepwell_tls_files_usable",
+    "",
+    "Whether the files of the certificate can be used (1) or not (0); with 0 the previous "
+    "certificate stays in use.",
     "certificate",
 )
 SPANS_SENT = _specs.counter(

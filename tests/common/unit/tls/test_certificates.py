@@ -95,7 +95,7 @@ def test_a_replacement_is_taken_once(files: Files, authority: Authority) -> None
     watch.look()
     assert watch.current.pem.chain == files.cert.read_bytes() != before.pem.chain
     watch.look()
-    assert (watch.num_reloads, watch.num_failures) == (1, 0)
+    assert (watch.num_reloads, watch.is_usable) == (1, True)
 
 
 def test_a_directory_that_is_swapped_is_noticed(tmp_path: Path, authority: Authority) -> None:
@@ -117,7 +117,7 @@ def test_half_a_replacement_changes_nothing_until_it_is_whole(
     files.cert.write_bytes(new.chain)
     for _ in range(3):
         watch.look()
-    assert watch.current is before
+    assert (watch.current, watch.is_usable) == (before, False)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert record.message == (
@@ -127,18 +127,20 @@ def test_half_a_replacement_changes_nothing_until_it_is_whole(
     files.key.write_bytes(new.key)
     watch.look()
     assert watch.current.pem.chain == new.chain
-    assert (watch.num_reloads, watch.num_failures) == (1, 1)
+    assert (watch.num_reloads, watch.is_usable) == (1, True)
 
 
-def test_each_bad_replacement_is_counted(files: Files, authority: Authority) -> None:
+def test_files_are_usable_again_with_the_previous_certificate(
+    files: Files, authority: Authority
+) -> None:
     watch = watching(files)
     good = Issued(files.cert.read_bytes(), files.key.read_bytes())
-    for _ in range(2):
-        files.write(authority.issue(*LOOPBACK, seconds=-60))
-        watch.look()
-        files.write(good)
-        watch.look()
-    assert (watch.num_reloads, watch.num_failures) == (0, 2)
+    files.write(authority.issue(*LOOPBACK, seconds=-60))
+    watch.look()
+    assert not watch.is_usable
+    files.write(good)
+    watch.look()
+    assert (watch.num_reloads, watch.is_usable) == (0, True)
 
 
 def test_a_certificate_near_its_end_is_warned_of_once(

@@ -353,7 +353,7 @@ async def test_a_bad_replacement_changes_nothing(
         async with httpx.AsyncClient(verify=trusting(own), base_url=served.base_url) as http:
             metrics = (await http.get("/metrics")).text
     labels = '{certificate="internal",service="gateway"}'
-    assert f"stepwell_tls_reload_failures_total{labels} 1.0" in metrics
+    assert f"stepwell_tls_files_usable{labels} 0.0" in metrics
     assert "the previous internal certificate stays in use" in caplog.text
 
 
