@@ -18,7 +18,7 @@ NUM_RECORDINGS = {
     "session": 22,
     "connector": 44,
     "grammar": 15,
-    "encoder": 23,
+    "encoder": 24,
     "control": 27,
     "groups": 39,
     "mixed": 90,
