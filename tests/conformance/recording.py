@@ -16,7 +16,7 @@ NUM_RECORDINGS = {
     "pooling": 5,
     "lora": 12,
     "session": 22,
-    "connector": 44,
+    "connector": 45,
     "grammar": 15,
     "encoder": 24,
     "control": 27,

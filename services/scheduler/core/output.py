@@ -227,8 +227,8 @@ class EngineCoreOutputs:
     """New tokens, parallel to the plan's requests. None if a request's tokens are discarded."""
     logprobs: Mapping[int, object]
     ended: Sequence[Request]
-    """Requests that ended with the step. At the end of the list are requests that were not part of
-    the step: requests whose KV load failed, and the requests in `failed`.
+    """Requests that ended with the step. At the end of the list, in order of arrival, are requests
+    whose KV load failed, and the requests in `failed`.
     """
     num_tokens: int
     turns: Mapping[Request, TurnEnd] = field(default_factory=dict)
@@ -250,14 +250,13 @@ class EngineCoreOutputs:
         return [max(len(tokens or ()) - 1, 0) for num_drafts, tokens in counts if num_drafts]
 
     def __iter__(self) -> Iterator[EngineCoreOutput]:
-        ended = {*self.ended, *self.turns}.difference(self.failed)
+        failed = {*self.failed}
+        ended = {*self.ended, *self.turns} - failed
         for index, (request, tokens) in enumerate(
             zip(self.plan.requests, self.token_ids, strict=True)
         ):
             if tokens or (tokens is not None and (index in self.logprobs or request in ended)):
                 yield EngineCoreOutput(request, tokens)
         for request in self.ended:
-            if request.finish_reason is FinishReason.KV_LOAD_FAILED:
+            if request in failed or request.finish_reason is FinishReason.KV_LOAD_FAILED:
                 yield EngineCoreOutput(request, ())
-        for request in self.failed:
-            yield EngineCoreOutput(request, ())
