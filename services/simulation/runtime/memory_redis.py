@@ -136,14 +136,6 @@ class MemoryRedis:
     def _do_info(self, *_: bytes) -> Any:
         return b"# Cluster\r\ncluster_enabled:0\r\n"
 
-    def _do_flushall(self) -> Any:
-        self._values.clear()
-        self._ends.clear()
-        return "OK"
-
-    def _do_dbsize(self) -> Any:
-        return len(self.keys)
-
     def _do_get(self, key: bytes) -> Any:
         return self._get(key)
 
