@@ -45,15 +45,11 @@ def test_a_seed_has_the_same_log_with_another_version_of_python() -> None:
     assert explore("--seed", RICH_SEED) == other
 
 
-def test_no_temporary_file_is_left(tmp_path: Path) -> None:
-    explore("--seeds", "1", temporary=tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_no_seeds_are_refused() -> None:
     with pytest.raises(AssertionError, match="--seeds must be at least 1"):
         explore("--seeds", "0")
 
 
-def test_answers_in_a_mixture_equal_the_answers_alone_and_nothing_is_left() -> None:
-    assert explore("--seeds", "24").startswith("24 seeds, 0 failed")
+def test_answers_in_a_mixture_equal_the_answers_alone_and_nothing_is_left(tmp_path: Path) -> None:
+    assert explore("--seeds", "24", temporary=tmp_path).startswith("24 seeds, 0 failed")
+    assert list(tmp_path.iterdir()) == []
