@@ -16,8 +16,8 @@ from services.gateway.core.text.parsing.formats.schemas import Schemas
 from services.gateway.core.text.parsing.formats.tagged_arguments import (
     DSML_TAGS,
     QWEN_TAGS,
-    read_deepseek_v32,
-    read_qwen_xml,
+    Tags,
+    read_tagged,
 )
 from services.gateway.core.text.parsing.output_parser import ReadAnswer
 from services.gateway.core.text.parsing.reasoning import ReasoningFormat
@@ -55,11 +55,11 @@ class ToolFormat:
 
 def _same(read: ReadAnswer) -> Callable[[Schemas], ReadAnswer]:
     """Adapts a reader that needs no schemas."""
-    return partial(_without_schemas, read)
+    return lambda _schemas: read
 
 
-def _without_schemas(read: ReadAnswer, _schemas: Schemas) -> ReadAnswer:
-    return read
+def _tagged(tags: Tags) -> Callable[[Schemas], ReadAnswer]:
+    return lambda schemas: partial(read_tagged, tags, schemas)
 
 
 def _llama3_json(schemas: Schemas) -> ReadAnswer:
@@ -70,14 +70,6 @@ def _pythonic(schemas: Schemas) -> ReadAnswer:
     return partial(read_pythonic, schemas.keys())
 
 
-def _qwen_xml(schemas: Schemas) -> ReadAnswer:
-    return partial(read_qwen_xml, schemas)
-
-
-def _deepseek_v32(schemas: Schemas) -> ReadAnswer:
-    return partial(read_deepseek_v32, schemas)
-
-
 _HERMES = ToolFormat(
     _same(read_hermes),
     ("<tool_call>", "</tool_call>"),
@@ -86,7 +78,7 @@ _HERMES = ToolFormat(
 )
 _LLAMA3 = ToolFormat(_llama3_json, LLAMA3_MARKS)
 _QWEN_XML = ToolFormat(
-    _qwen_xml, QWEN_TAGS.marks, ("<tool_call>\n<function=", "<tool_call><function=")
+    _tagged(QWEN_TAGS), QWEN_TAGS.marks, ("<tool_call>\n<function=", "<tool_call><function=")
 )
 _PYTHONIC = ToolFormat(_pythonic, PYTHONIC_MARKS)
 _DEEPSEEK_END = "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
@@ -126,7 +118,7 @@ TOOL_FORMATS = {
             _DEEPSEEK_END,
         ),
     ),
-    "deepseek_v32": ToolFormat(_deepseek_v32, DSML_TAGS.marks, (DSML_TAGS.outer_open,)),
+    "deepseek_v32": ToolFormat(_tagged(DSML_TAGS), DSML_TAGS.marks, (DSML_TAGS.outer_open,)),
     "openai": ToolFormat(_same(read_harmony), HARMONY_MARKS),
 }
 

@@ -14,7 +14,7 @@ _NAME_ATTRIBUTE = re.compile(r'name\s*=\s*"([^"]*)"')
 
 
 @dataclass(frozen=True, slots=True)
-class _Tags:
+class Tags:
     """The tags of a format. The `outer` tags surround all calls."""
 
     outer_open: str
@@ -37,7 +37,7 @@ class _Tags:
         return (*outer, self.call_open, self.call_close, self.value_open, self.value_close)
 
 
-def _read(tags: _Tags, schemas: Schemas, reader: Reader, sink: Sink) -> Reading[None]:
+def read_tagged(tags: Tags, schemas: Schemas, reader: Reader, sink: Sink) -> Reading[None]:
     outside = (tags.outer_open, tags.outer_close, tags.call_open)
     is_inside = False
     while marker := (yield from reader.until(outside, drop if is_inside else sink.content)):
@@ -46,7 +46,7 @@ def _read(tags: _Tags, schemas: Schemas, reader: Reader, sink: Sink) -> Reading[
         is_inside = marker != tags.outer_close
 
 
-def _read_call(tags: _Tags, schemas: Schemas, reader: Reader, sink: Sink) -> Reading[str]:
+def _read_call(tags: Tags, schemas: Schemas, reader: Reader, sink: Sink) -> Reading[str]:
     """Reads a call after the call's opening tag. Returns the tag that ended the call. A value or
     call without a closing tag ends at the next opening tag, or at the outer closing tag. A call
     without a closing tag also ends with the text, unless the text was cut.
@@ -76,7 +76,7 @@ def _read_call(tags: _Tags, schemas: Schemas, reader: Reader, sink: Sink) -> Rea
     return marker
 
 
-def _read_value(tags: _Tags, reader: Reader) -> Reading[tuple[str, str]]:
+def _read_value(tags: Tags, reader: Reader) -> Reading[tuple[str, str]]:
     """Reads a value. Returns its text, and the tag that ended it. A closing tag of a call is part
     of the value if the value's closing tag follows before the next opening tag.
     """
@@ -113,7 +113,7 @@ def _dsml_name(head: str) -> str:
     return found[1] if found else ""
 
 
-QWEN_TAGS = _Tags(
+QWEN_TAGS = Tags(
     outer_open="<tool_call>",
     outer_close="</tool_call>",
     call_open="<function=",
@@ -123,7 +123,8 @@ QWEN_TAGS = _Tags(
     value=_qwen_value,
     name=str.strip,
 )
-DSML_TAGS = _Tags(
+"""<tool_call><function=f><parameter=k>v</parameter></function></tool_call>."""
+DSML_TAGS = Tags(
     outer_open="<｜DSML｜function_calls>",
     outer_close="</｜DSML｜function_calls>",
     call_open="<｜DSML｜invoke",
@@ -133,13 +134,4 @@ DSML_TAGS = _Tags(
     value=_dsml_value,
     name=_dsml_name,
 )
-
-
-def read_qwen_xml(schemas: Schemas, reader: Reader, sink: Sink) -> Reading[None]:
-    """Reads <tool_call><function=f><parameter=k>v</parameter></function></tool_call>."""
-    yield from _read(QWEN_TAGS, schemas, reader, sink)
-
-
-def read_deepseek_v32(schemas: Schemas, reader: Reader, sink: Sink) -> Reading[None]:
-    """Reads DSML: <｜DSML｜invoke name="f"><｜DSML｜parameter name="k" string="true">v</…></…>."""
-    yield from _read(DSML_TAGS, schemas, reader, sink)
+"""DSML: <｜DSML｜invoke name="f"><｜DSML｜parameter name="k" string="true">v</…></…>."""
