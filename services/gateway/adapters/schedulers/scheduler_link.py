@@ -66,6 +66,8 @@ class SchedulerLink:
         and the session ends.
         """
         self.address = address
+        self.was_opened = False
+        """Whether the scheduler has opened a session at some time."""
         self._gateway_id = gateway_id
         self._session_timeout = session_timeout_seconds
         self._received_at = 0.0
@@ -274,6 +276,7 @@ class SchedulerLink:
         description = description_from_proto(response.opened)
         self._deltas = SessionDeltas(replica, description.limits)
         replica.opened(description)
+        self.was_opened = True
 
     def _take(self, response: scheduler_pb2.SessionResponse, replica: Replica) -> None:
         if self._deltas is None:

@@ -143,10 +143,13 @@ async def firing(served: Serving) -> dict[str, list[str]]:
 async def test_an_alert_fires_after_its_time_and_then_ends(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One replica's cache is full for ten minutes, and another one has no metrics for a minute."""
+    """One replica's cache is full for ten minutes, and another one has no metrics for a minute. A
+    third one has not started yet, so it is not ready, but not down.
+    """
     full, silent = FakeScheduler(metrics=REPLICA), FakeScheduler()
     now = 0.0
     async with serving(model, full, silent) as served:
+        served.gateway.membership.set_addresses("dns", ["127.0.0.1:1"])
         monkeypatch.setattr(fleet_watch.time, "monotonic", lambda: now)
         assert await firing(served) == {}
         now = 60.0
@@ -154,16 +157,17 @@ async def test_an_alert_fires_after_its_time_and_then_ends(
         assert await firing(served) == {"StepwellTargetDown": ["critical", down, "None"]}
         assert full.metrics is not None
         now = 600.0
-        assert set(await firing(served)) == {"StepwellTargetDown", "StepwellKVCacheFull"}
+        not_ready = "StepwellReplicaNotReady"
+        assert set(await firing(served)) == {"StepwellTargetDown", "StepwellKVCacheFull", not_ready}
         full.metrics = full.metrics.replace("0.97", "0.5")
         now = 620.0
         shown = await overview(served.http)
-        (_, ended) = shown["alerts"]
+        (*_, ended) = shown["alerts"]
         assert (ended["name"], ended["severity"]) == ("StepwellKVCacheFull", "warning")
         assert ended["summary"].endswith("has been 97 % full for ten minutes")
         assert ended["ended_unix_seconds"] == shown["unix_seconds"]
         now += 3601
-        assert set(await firing(served)) == {"StepwellTargetDown"}
+        assert set(await firing(served)) == {"StepwellTargetDown", not_ready}
 
 
 async def test_the_page_of_each_model_shows_all_models_that_the_key_may_use(
@@ -222,7 +226,7 @@ async def test_no_metrics_of_a_replica_end_the_gateway(monkeypatch: pytest.Monke
     watch = FleetWatch("g", collect)
     watch.links.append(SchedulerLinks("g", 1.0))
     for address in ("127.0.0.1:1", "127.0.0.1:2"):
-        watch.links[0].make(address)
+        watch.links[0].make(address).was_opened = True
     for _ in range(9):
         now += 30
         await watch.look()

@@ -71,7 +71,9 @@ class FleetWatch:
             text = await self._collect()
             self._sampled_at = time.monotonic()
             # Replicas have thousands of series, so the event loop does not wait for this.
-            addresses = {link.address for links in self.links for link in links.all()}
+            # A scheduler that was never reached is not down: it may be starting for the first time.
+            known = (link for links in self.links for link in links.all())
+            addresses = {link.address for link in known if link.was_opened}
             await asyncio.to_thread(self._take, text, addresses, self._sampled_at)
 
     def _take(self, text: bytes, addresses: Collection[str], now: float) -> None:
