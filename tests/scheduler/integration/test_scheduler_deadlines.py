@@ -13,10 +13,8 @@ from pathlib import Path
 import grpc
 import httpx
 import pytest
-from stepwell.common.v1 import common_pb2
 from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
 from stepwell.scheduler.v1 import scheduler_pb2
-from stepwell.worker.v1 import worker_pb2
 
 from services.common.process.watchdog.silence import ProcessTimes, Reading, ThreadTimes
 from services.common.rpc.channel import open_channel
@@ -98,38 +96,6 @@ async def test_the_first_step_of_a_size_may_take_its_time() -> None:
         await gateway.add(2, prompt(40, 500), sampling=sampling(20))
         asyncio.get_running_loop().call_later(3 * FLOOR_SECONDS, worker.going.set)
         await gateway.finish(2)
-        assert (await replica.stats()).num_preemptions == 0
-
-
-def with_prompt_logprobs(
-    step: worker_pb2.ExecuteRequest, answer: worker_pb2.ExecuteResponse
-) -> list[worker_pb2.ExecuteResponse]:
-    """Adds the log-probabilities of a new request's prompt, if it asks for them."""
-    for index, new in enumerate(step.new_requests):
-        if new.sampling.HasField("prompt_logprobs"):
-            count = new.num_prompt_tokens - 1
-            rows = common_pb2.Logprobs(
-                width=1, token_ids=[5] * count, logprobs=[-1.0] * count, ranks=[1] * count
-            )
-            answer.logprobs.append(worker_pb2.RequestLogprobs(index=index, prompt=rows))
-    return [answer]
-
-
-async def test_log_probabilities_of_a_prompt_may_take_their_time() -> None:
-    """On a GPU, a prompt takes a hundred times as long with log-probabilities as without them."""
-    worker = FakeWorker(num_blocks=200)
-    worker.spoil = with_prompt_logprobs
-    async with (
-        serving_replica(worker, step_timeout_seconds=CEILING_SECONDS) as replica,
-        gateway_of(replica) as gateway,
-    ):
-        for handle in (1, 2):
-            await gateway.add(handle, prompt(40, 100 * handle), sampling=sampling(1))
-            await gateway.finish(handle)
-        worker.going.clear()
-        await gateway.add(3, prompt(40, 500), sampling=sampling(1, prompt_logprobs=0))
-        asyncio.get_running_loop().call_later(3 * FLOOR_SECONDS, worker.going.set)
-        await gateway.finish(3)
         assert (await replica.stats()).num_preemptions == 0
 
 
