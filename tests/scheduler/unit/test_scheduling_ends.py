@@ -49,13 +49,6 @@ async def test_end_of_sequence_is_part_of_the_output_and_names_no_stop_token() -
     assert request.token_ids[5:] == SAID[:3]
 
 
-async def test_a_stop_token_is_named() -> None:
-    story = Story()
-    request = story.add("a", prompt(5), stop=[SAID[1], 999])
-    await story.run()
-    assert (request.finish_reason, request.stop_token_id) == (FinishReason.STOP, SAID[1])
-
-
 @pytest.mark.parametrize(
     ("eos", "stop", "max_tokens", "reason", "named"),
     [

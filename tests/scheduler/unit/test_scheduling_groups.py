@@ -227,12 +227,6 @@ async def test_blocks_of_attention_that_may_have_held_states_are_zeroed() -> Non
     assert told.zeroed == [6]
 
 
-async def test_without_states_nothing_is_zeroed() -> None:
-    story = Story(groups=(FULL, WINDOW))
-    story.add("a", prompt(30), max_tokens=8)
-    assert all(told.zeroed == [] for told in await story.run())
-
-
 # The longest requests, and configurations that cannot be served
 
 

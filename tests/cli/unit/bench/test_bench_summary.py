@@ -63,12 +63,6 @@ def test_nothing_measured_is_nothing_known() -> None:
     assert summary.request_throughput == 0
 
 
-def test_without_usage_events_are_counted_and_that_is_said() -> None:
-    record = answered(0.0, [1.0, 2.0], num_output_tokens=None)
-    summary = summarize([record], {})
-    assert (summary.total_output_tokens, summary.output_tokens_by_usage) == (2, False)
-
-
 def test_several_tokens_in_an_event_are_one_gap_but_count_for_the_time_per_token() -> None:
     record = answered(0.0, [1.0, 2.0], num_output_tokens=5)
     assert record.itls == [1.0]

@@ -64,13 +64,6 @@ def test_the_lag_of_a_tenant_is_what_it_lacks_of_the_service_of_another_that_wai
     assert dict(queue.lags()) == {A: -80.0, B: -20.0, HEAVY: 0.0}
 
 
-def test_items_of_a_tenant_go_by_priority_and_then_in_order_of_arrival() -> None:
-    queue: FairQueue[str] = FairQueue()
-    for order in ((0, 1), (5, 2), (-5, 3), (0, 4)):
-        queue.add(A, order, str(order[1]))
-    assert [queue.take(anyone) for _ in range(5)] == ["3", "1", "4", "2", None]
-
-
 def test_a_tenant_that_may_not_be_next_is_passed_over() -> None:
     queue = filled({A: 1, B: 1})
     assert queue.take(lambda tenant: tenant == B) == "b0"
