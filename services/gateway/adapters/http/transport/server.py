@@ -173,9 +173,10 @@ def _bind(address: str) -> socket.socket:
         # `create_server` appends the address to the system's reason.
         why = str(getattr(error, "strerror", error)).partition(" (while ")[0]
         raise Unavailable(f"cannot listen on {address} for HTTP: {why}") from error
-    # Accepted connections inherit this buffer size. By default the kernel would buffer megabytes
-    # for a slow reader.
+    # Accepted connections inherit both options. By default the kernel would buffer megabytes for a
+    # slow reader.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # uvloop alone always sets it
     listener.setblocking(False)
     return listener
 
