@@ -128,6 +128,9 @@ def test_what_selects_pods_or_services_finds_some(release: Rendered) -> None:
         pending = {"sourceLabels": ["__meta_kubernetes_pod_phase"], "regex": "Pending"}
         for end in monitor["spec"]["endpoints"]:
             assert end["relabelings"][0] == {**pending, "action": "drop"}
+            # Alerts recognize the job, whatever the release's name is.
+            assert end["relabelings"][1]["targetLabel"] == "job"
+            assert "stepwell" in end["relabelings"][1]["replacement"]
     for scaler in release.of("HorizontalPodAutoscaler") + release.of("ScaledObject"):
         target = scaler["spec"]["scaleTargetRef"]
         (scaled,) = (
