@@ -31,7 +31,7 @@ interval.
 _LOOK_AGAIN_SECONDS = 0.25
 """The time between two queries while a test waits. Rules are evaluated twice a second."""
 RULES = ROOT / "deploy" / "prometheus" / "rules"
-_WINDOWS = {"1m": "6s", "5m": "6s", "10m": "6s", "15m": "3m", "1h": "3m"}
+_WINDOWS = {"2m": "6s", "5m": "6s", "10m": "6s", "15m": "3m", "1h": "3m"}
 """Maps time ranges of the rules to shorter ones. Rules with the longest ranges count events, so
 that their shortened ranges must still exceed the duration of a test.
 """
