@@ -132,14 +132,15 @@ def _break_load(stack: Stack, server: Prometheus) -> None:
             assert "StepwellEngineStalled" not in server.firing()
         with paused_often(stack):
             server.until_firing("StepwellQueueTimeHigh", "StepwellTimeToFirstTokenHigh")
-    server.until_calm("StepwellPaused", "StepwellRequestsRefused", "StepwellQueueTimeHigh")
 
 
 def _break_redis(redis: RedisServer, server: Prometheus) -> None:
+    """Stops Redis while the alerts of the load end."""
     redis.stop()
     server.until_firing("StepwellPrefixIndexNotExact", "StepwellRedisUnreachable")
     redis.go_on()
     server.until_calm("StepwellPrefixIndexNotExact", "StepwellRedisUnreachable")
+    server.until_calm("StepwellPaused", "StepwellRequestsRefused", "StepwellQueueTimeHigh")
 
 
 def _break_processes(stack: Stack, server: Prometheus) -> None:
