@@ -14,6 +14,7 @@ from services.gateway.adapters.http.exchange.request_records import headers_of
 from services.gateway.adapters.http.exchange.request_state import HAS_MODEL_PATH, HELD_BODY
 from services.gateway.adapters.http.transport.body_budget import BodyBudget
 from services.gateway.client_settings import ClientSettings
+from services.gateway.core.caller import Caller
 from services.gateway.core.request.inference import Inference
 from services.gateway.models.body_model import model_in
 
@@ -56,12 +57,14 @@ class HttpByModel:
                     scope.setdefault("state", {})[HAS_MODEL_PATH] = True
                     await app({**scope, "path": path.removeprefix(prefix)}, receive, send)
                     return
-        if scope["method"] != "POST" or not await self._may_read(scope):
+        caller = await self._reader(scope) if scope["method"] == "POST" else None
+        if caller is None:
             await self._first(scope, receive, send)
             return
         async with AsyncExitStack() as held:
             try:
-                await held.enter_async_context(self._budget.hold(self._num_bytes(scope)))
+                reserved = self._budget.hold(self._num_bytes(scope), caller.caller_id)
+                await held.enter_async_context(reserved)
             except StepwellError as error:
                 await error_response(error, scope)(scope, receive, send)
                 return
@@ -69,18 +72,17 @@ class HttpByModel:
             name, again = await self._read(receive)
             await self._app_of(name)(scope, again, send)
 
-    async def _may_read(self, scope: Scope) -> bool:
-        """Whether the body is JSON of an allowed size, and the caller's API key is valid."""
+    async def _reader(self, scope: Scope) -> Caller | None:
+        """Returns the caller if the body is JSON of an allowed size, and the API key is valid."""
         scope.setdefault("state", {})
         headers = headers_of(scope)
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json" or self._num_bytes(scope) > self._max_body_bytes:
-            return False
+            return None
         try:
-            await self._access.authenticate(authorization_of(headers))
+            return await self._access.authenticate(authorization_of(headers))
         except StepwellError:
-            return False
-        return True
+            return None
 
     def _num_bytes(self, scope: Scope) -> int:
         declared = headers_of(scope).get("content-length", "")

@@ -358,6 +358,28 @@ async def test_many_large_bodies_are_not_held_at_once(model: Path):
         assert kinds <= {b"HTTP/1.1 400 ", b"HTTP/1.1 408 ", b"HTTP/1.1 429 "}
 
 
+@pytest.mark.parametrize("num_models", [1, 2])
+async def test_slow_bodies_of_one_tenant_do_not_keep_out_another(model: Path, num_models: int):
+    """Tenant one sends as many large bodies as fit into the memory for bodies, and ends none."""
+    settings = {"api_keys": ("one", "two"), "max_body_bytes": 100_000}
+    further = [FakeScheduler(model_name="large")][: num_models - 1]
+    async with (
+        serving(model, FakeScheduler(), further=further, **settings) as served,
+        AsyncExitStack() as connections,
+    ):
+        for _ in range(8):
+            reader, slow = await connections.enter_async_context(connected(served))
+            head = post_head("/v1/completions", 95_000, "Authorization: Bearer one")
+            slow.write(GET + head + b'{"a": "')
+            # The gateway has answered GET, so it has begun the next request.
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+        body = {**BODY, "unknown": "a" * 90_000}
+        headers = {"Authorization": "Bearer two"}
+        async with asyncio.timeout(10):
+            answer = await served.http.post("/v1/completions", json=body, headers=headers)
+        assert answer.status_code == 200
+
+
 def test_a_request_before_too_many_pipelined_ones_is_dropped_with_them(
     model: Path, caplog: pytest.LogCaptureFixture
 ):

@@ -112,7 +112,9 @@ class BodyReader:
         num_bytes = _declared_bytes(record, self._max_bytes)
         if self._budget.is_counted(num_bytes):
             record.wait("body_budget")
-        held = request.scope["state"].pop(HELD_BODY, None) or self._budget.hold(num_bytes)
+        held = request.scope["state"].pop(HELD_BODY, None) or self._budget.hold(
+            num_bytes, request.state.caller.caller_id
+        )
         async with held:
             record.enter(Part.READ)
             raw = await self._read(request)
