@@ -16,9 +16,9 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedModel
 
-from tests.e2e.otlp_receiver import OtlpReceiver
 from tests.e2e.stack import ROOT, Stack
 from tests.e2e.tiny import MAX_MODEL_LEN, save_servable_model, save_tokenizer
+from tests.otlp_receiver import OtlpReceiver
 from tests.pooling_models import save_embedder
 from tests.tiny_models import edit_config
 

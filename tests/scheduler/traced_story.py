@@ -11,7 +11,7 @@ from services.scheduler.adapters.telemetry.statistics import StepCounts
 from services.scheduler.adapters.telemetry.step_tracer import StepTracer
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.request import Request
-from tests.scheduler.span_collector import Seen, seen
+from tests.scheduler.seen_spans import Seen, seen
 from tests.scheduler.story import Story
 
 SECOND = 10**9

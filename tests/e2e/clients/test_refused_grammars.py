@@ -20,8 +20,8 @@ from stepwell.scheduler.v1 import scheduler_pb2_grpc
 from services.common.rpc.channel import open_channel
 from services.common.telemetry import names
 from tests.e2e.inference import connect, generate, request
-from tests.e2e.otlp_receiver import OtlpReceiver, ReceivedSpan
 from tests.e2e.stack import Stack, wait_for
+from tests.otlp_receiver import OtlpReceiver, ReceivedSpan
 from tests.plain_http import async_http_client
 from tests.scheduler.serving_replica import Gateway, sampling
 

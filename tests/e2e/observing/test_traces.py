@@ -8,9 +8,9 @@ import pytest
 from services.common.telemetry import names
 from tests.e2e.conftest import TinyModel
 from tests.e2e.inference import connect, generate, request
-from tests.e2e.otlp_receiver import OtlpReceiver, ReceivedSpan
 from tests.e2e.prompts import PROMPTS, random_tokens
 from tests.e2e.stack import SERVICES, Stack, wait_for
+from tests.otlp_receiver import OtlpReceiver, ReceivedSpan
 from tests.plain_http import async_http_client, http_post
 
 CLIENT_SPAN = "00f067aa0ba902b7"

@@ -19,10 +19,10 @@ import torch
 from services.common.telemetry import names
 from tests.e2e.conftest import TinyModel
 from tests.e2e.inference import Answer, generate_all, request
-from tests.e2e.otlp_receiver import OtlpReceiver, ReceivedSpan
 from tests.e2e.prompts import PROMPTS
 from tests.e2e.stack import SERVICES, Stack, wait_for
 from tests.e2e.tiny import greedy, save_tokenizer
+from tests.otlp_receiver import OtlpReceiver, ReceivedSpan
 from tests.plain_http import http_get, http_post
 from tests.tiny_models import edit_config, save_tiny_model
 

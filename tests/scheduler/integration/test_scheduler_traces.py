@@ -13,10 +13,11 @@ from stepwell.scheduler.v1 import scheduler_pb2
 from services.common.pool.block_hash import pack_token_ids
 from services.common.telemetry import names
 from services.common.telemetry.tracing import configure_tracing
+from tests.otlp_receiver import OtlpReceiver
 from tests.scheduler.fake_worker import FakeWorker
 from tests.scheduler.scheduler_process import running_scheduler
+from tests.scheduler.seen_spans import Seen, received, seen
 from tests.scheduler.serving_replica import SECONDS, Gateway, Pool, sampling
-from tests.scheduler.span_collector import Seen, SpanCollector, seen
 from tests.scheduler.story import prompt
 
 TRACE_ID = 0x1234567890ABCDEF1234567890ABCDEF
@@ -46,7 +47,7 @@ class Traces:
     ids=["one step in flight", "two steps in flight"],
 )
 async def traces(request: pytest.FixtureRequest) -> AsyncIterator[Traces]:
-    collector, exporter = SpanCollector(), InMemorySpanExporter()
+    collector, exporter = OtlpReceiver(), InMemorySpanExporter()
     tracing = configure_tracing("worker", "", 1.0, exporter=exporter)
     flags = ["--otlp-endpoint", collector.endpoint, *EVERY_STEP, *request.param]
     try:
@@ -72,8 +73,9 @@ async def traces(request: pytest.FixtureRequest) -> AsyncIterator[Traces]:
     finally:
         collector.close()
         tracing.shutdown()
-    assert collector.services == {"stepwell-scheduler", "stepwell-engine-steps"}
-    yield Traces([*collector.spans, *seen(exporter.get_finished_spans())])
+    services = {one.service for one in collector.spans}
+    assert services == {"stepwell-scheduler", "stepwell-engine-steps"}
+    yield Traces([*received(collector), *seen(exporter.get_finished_spans())])
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -181,7 +183,7 @@ async def test_the_gateway_is_told_where_the_time_of_each_request_went() -> None
 @pytest.mark.asyncio(loop_scope="module")
 async def test_what_comes_from_a_lost_scheduler_has_waited_since_it_came() -> None:
     """The time on the lost scheduler does not count as time in this scheduler's queue."""
-    collector = SpanCollector()
+    collector = OtlpReceiver()
     try:
         async with running_scheduler("--otlp-endpoint", collector.endpoint) as running:
             gateway = Gateway(running.stub)
@@ -200,7 +202,7 @@ async def test_what_comes_from_a_lost_scheduler_has_waited_since_it_came() -> No
             assert await running.scheduler.wait() == 0
     finally:
         collector.close()
-    spans = Traces(collector.spans)
+    spans = Traces(received(collector))
     queue, prefill = spans.one(names.SPAN_REQUEST_QUEUE), spans.one(names.SPAN_REQUEST_PREFILL)
     assert sent <= queue.start_unix_nanos <= queue.end_unix_nanos
     assert prefill.start_unix_nanos >= queue.start_unix_nanos
@@ -210,7 +212,7 @@ async def test_what_comes_from_a_lost_scheduler_has_waited_since_it_came() -> No
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("answers", [True, False], ids=["answers late", "never answers"])
 async def test_a_step_in_flight_at_the_end_leaves_a_whole_trace(answers: bool) -> None:
-    collector, worker = SpanCollector(), FakeWorker()
+    collector, worker = OtlpReceiver(), FakeWorker()
     flags = ["--otlp-endpoint", collector.endpoint, *EVERY_STEP, "--drain-seconds", "0.2"]
     try:
         async with running_scheduler(*flags, worker=worker) as running:
@@ -228,7 +230,7 @@ async def test_a_step_in_flight_at_the_end_leaves_a_whole_trace(answers: bool) -
             assert await running.scheduler.wait() == 0
     finally:
         collector.close()
-    spans = Traces(collector.spans)
+    spans = Traces(received(collector))
     assert spans.named(names.SPAN_STEP_EXECUTE)
     known = {span.span_id for span in spans.spans}
     assert all(span.parent in known for span in spans.spans if span.parent is not None)

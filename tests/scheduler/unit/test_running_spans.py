@@ -7,7 +7,7 @@ import pytest
 from services.common.telemetry import names
 from services.common.telemetry.span_collector import SpanCollector
 from services.scheduler.core.ports import PoolLost
-from tests.scheduler.span_collector import Seen, seen
+from tests.scheduler.seen_spans import Seen, seen
 from tests.scheduler.story import prompt
 from tests.scheduler.traced_story import SECOND, Bar, TracedStory, bar_of, trace_id_of
 

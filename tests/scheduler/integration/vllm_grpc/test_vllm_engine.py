@@ -27,10 +27,11 @@ from services.common.request.messages import pooler_to_proto
 from services.common.request.pooling import Pooler, PoolingTask, PoolingType
 from services.common.rpc.status import from_rpc_error
 from services.common.telemetry import names
+from tests.otlp_receiver import OtlpReceiver
 from tests.scheduler.fake_worker import EOS, FakeWorker
 from tests.scheduler.paged_model import VOCAB_SIZE, continuation
+from tests.scheduler.seen_spans import received
 from tests.scheduler.serving_replica import SECONDS, gateway_of
-from tests.scheduler.span_collector import SpanCollector
 from tests.scheduler.story import prompt
 from tests.scheduler.vllm_client import complete, generate_request, status_of, vllm_replica
 from tests.scheduler.vllm_events import pool_hashes
@@ -239,7 +240,7 @@ async def test_logprobs_of_output_and_prompt(tmp_path: Path) -> None:
 async def test_the_trace_of_the_client_goes_on(tmp_path: Path) -> None:
     """If its `traceparent` is sampled, a request has a span in the client's trace."""
     trace_id = "0123456789abcdef0123456789abcdef"
-    collector = SpanCollector()
+    collector = OtlpReceiver()
     settings = {"otlp_endpoint": collector.endpoint, "trace_sample_ratio": 0.0}
     try:
         async with vllm_replica(tmp_path, **settings) as (_, stub):
@@ -249,7 +250,7 @@ async def test_the_trace_of_the_client_goes_on(tmp_path: Path) -> None:
                 assert [response async for response in call]
     finally:
         collector.close()
-    spans = [span for span in collector.spans if span.name == names.SPAN_REQUEST]
+    spans = [span for span in received(collector) if span.name == names.SPAN_REQUEST]
     assert [span.trace_id for span in spans] == [int(trace_id, 16)]
 
 

@@ -7,7 +7,7 @@ from services.common.telemetry import names
 from services.scheduler.core.input_chunk import InputChunk
 from services.scheduler.core.output import PreemptionCause
 from services.scheduler.core.ports import PoolLost, WorkersLost
-from tests.scheduler.span_collector import Seen
+from tests.scheduler.seen_spans import Seen
 from tests.scheduler.story import prompt
 from tests.scheduler.traced_story import Bar, TracedStory, trace_id_of
 

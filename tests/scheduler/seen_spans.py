@@ -1,16 +1,13 @@
-"""An OTLP collector that stores received spans, and a function that converts the spans of an
-in-memory exporter to the same form.
-"""
+"""Converts the spans of an OTLP receiver and of an in-memory exporter to the same form."""
 
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-import grpc
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.common.v1 import common_pb2
 from opentelemetry.sdk.trace import ReadableSpan
+
+from tests.otlp_receiver import OtlpReceiver
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,32 +27,8 @@ class Seen:
     events: tuple[str, ...] = ()
 
 
-class SpanCollector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Collects spans in its own thread, because exporters may block the test's thread."""
-
-    def __init__(self) -> None:
-        self.spans: list[Seen] = []
-        self.services: set[str] = set()
-        self._server = grpc.server(ThreadPoolExecutor(1))
-        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)
-        port = self._server.add_insecure_port("127.0.0.1:0")
-        self.endpoint = f"http://127.0.0.1:{port}"
-        self._server.start()
-
-    def close(self) -> None:
-        self._server.stop(0).wait()
-
-    def Export(  # noqa: N802
-        self,
-        request: trace_service_pb2.ExportTraceServiceRequest,
-        context: grpc.ServicerContext,  # noqa: ARG002
-    ) -> trace_service_pb2.ExportTraceServiceResponse:
-        for resource in request.resource_spans:
-            named = _attributes(resource.resource.attributes)
-            self.services.add(named["service.name"])
-            for scope in resource.scope_spans:
-                self.spans += [_from_wire(span) for span in scope.spans]
-        return trace_service_pb2.ExportTraceServiceResponse()
+def received(receiver: OtlpReceiver) -> list[Seen]:
+    return [_from_wire(one.span) for one in tuple(receiver.spans)]
 
 
 def seen(spans: Iterable[ReadableSpan]) -> list[Seen]:
