@@ -236,6 +236,15 @@ def test_a_scheduler_is_stopped_before_its_pool_and_worker(variant: str) -> None
         assert sorted(scheduler["depends_on"]) == sorted(parts)
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gateways_drain_before_the_schedulers_stop(variant: str) -> None:
+    """Compose stops services that depend on others first."""
+    services = services_of(*VARIANTS[variant], **VARIABLES)
+    schedulers = [name for name, one in services.items() if role_of(one) == "scheduler"]
+    for gateway in (one for one in services.values() if role_of(one) == "gateway"):
+        assert sorted(gateway["depends_on"]) == sorted(schedulers)
+
+
 def test_a_file_has_every_secret() -> None:
     """The secrets' files have Redis' URL for each service, and the API keys for the gateway."""
     services = services_of("compose.yaml", "secrets.yaml")
