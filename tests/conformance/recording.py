@@ -15,7 +15,7 @@ NUM_RECORDINGS = {
     "basic": 53,
     "pooling": 5,
     "lora": 12,
-    "session": 22,
+    "session": 23,
     "connector": 45,
     "grammar": 15,
     "encoder": 24,

@@ -128,10 +128,12 @@ class StepEncoder:
             self._mark(request)
 
     def refuse(self, request: Request, start: int, num_tokens: int) -> None:
-        """Evicts outputs as if a request that lacks blocks were admitted, as in vLLM."""
+        """Evicts outputs as if a request that lacks blocks were admitted, as in vLLM. The request
+        then uses no outputs. A session may have used outputs of its last turn until now.
+        """
         if start < request.num_encoded_tokens:
             self.decide(request, start, num_tokens)
-            self.cache.free(request)
+        self.cache.free(request)
 
     def give_back(self, request: Request, inputs: Sequence[int]) -> None:
         """Adds the embeddings of a preempted request's items to the budget again."""
