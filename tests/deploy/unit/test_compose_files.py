@@ -245,6 +245,12 @@ def test_gateways_drain_before_the_schedulers_stop(variant: str) -> None:
         assert sorted(gateway["depends_on"]) == sorted(schedulers)
 
 
+def test_the_proxy_ends_after_the_streams_of_its_gateways() -> None:
+    services = services_of(*VARIANTS["two gateways"])
+    assert services["proxy"]["stop_signal"] == "SIGUSR1"
+    assert services["proxy"]["stop_grace_period"] == services["gateway"]["stop_grace_period"]
+
+
 def test_a_file_has_every_secret() -> None:
     """The secrets' files have Redis' URL for each service, and the API keys for the gateway."""
     services = services_of("compose.yaml", "secrets.yaml")
