@@ -4,9 +4,9 @@ import pytest
 
 from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup
 from services.kvpool.adapters.memory_directory import MemoryDirectory
-from services.kvpool.core.errors import InvalidPool, PoolNotFound, TooManyPools
+from services.kvpool.core.errors import InvalidPool, PoolNotFound, StaleGeneration, TooManyPools
 from services.kvpool.core.pool_config import PoolConfig
-from services.kvpool.core.pool_host import PoolHost
+from services.kvpool.core.pool_host import PoolHost, TransactionLedger
 from services.kvpool.core.ports import PoolMatch
 from tests.kvpool.worked_examples import admit, hashes
 
@@ -32,6 +32,12 @@ def test_generations_grow_where_the_clock_was_set_back_before_a_restart():
     with pytest.raises(InvalidPool) as refused:
         make_host(100).open("a", CONFIG, 2**62)
     assert refused.value.field == "seen_generation"
+
+
+@pytest.mark.parametrize("generation", [0, 6, 8])
+def test_any_other_generation_is_refused(generation):
+    with pytest.raises(StaleGeneration):
+        TransactionLedger[str](7).find(generation, 1)
 
 
 def test_a_refused_opening_leaves_the_pool_as_it_was():

@@ -112,26 +112,10 @@ def test_a_lookup_is_remembered_until_the_request_is_released():
 @pytest.mark.parametrize(
     ("config", "error", "field"),
     [
-        (PoolConfig(1, (KVCacheGroup(AttentionType.FULL, 4),)), InvalidPool, "num_blocks"),
-        (PoolConfig(8, ()), InvalidPool, "groups"),
         (
             PoolConfig(8, (KVCacheGroup(AttentionType.FULL, 0),)),
             InvalidPool,
             "groups[0].block_size",
-        ),
-        (
-            PoolConfig(
-                8,
-                (KVCacheGroup(AttentionType.FULL, 4), KVCacheGroup(AttentionType.FULL, 6)),
-                prefix_match_unit=4,
-            ),
-            InvalidPool,
-            "prefix_match_unit",
-        ),
-        (
-            PoolConfig(8, (KVCacheGroup(AttentionType.SLIDING_WINDOW, 4, 1),)),
-            UnsupportedGroup,
-            "groups[0].window",
         ),
         (
             PoolConfig(8, (FULL, KVCacheGroup(AttentionType.CHUNKED_LOCAL, 4, 6))),
