@@ -249,16 +249,11 @@ def test_sessions_are_bounded_by_caller_and_in_all() -> None:
 @pytest.mark.parametrize(
     ("field", "given"),
     [
-        ("n", {"n": 2}),
-        ("best_of", {"best_of": 2}),
-        ("prompt", {"prompts": (Prompt([1]), Prompt([2]))}),
         ("prompt", {"prompts": (Prompt([]),)}),
-        ("echo", {"prompts": (Prompt([1], text="a"),)}),
         (
             "prompt_embeds",
             {"prompts": (Prompt([0], embeds=PromptEmbeds(1, EmbedsDtype.FLOAT32, bytes(4))),)},
         ),
-        ("prompt_logprobs", {"sampling": SamplingParams(prompt_logprobs=1)}),
     ],
 )
 def test_what_a_session_cannot_do_is_refused_by_name(field: str, given: dict[str, object]) -> None:
