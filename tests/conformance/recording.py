@@ -18,7 +18,7 @@ NUM_RECORDINGS = {
     "session": 23,
     "connector": 45,
     "grammar": 15,
-    "encoder": 24,
+    "encoder": 25,
     "control": 27,
     "groups": 39,
     "mixed": 90,

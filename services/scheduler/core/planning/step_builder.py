@@ -219,12 +219,15 @@ class StepBuilder:
                 plan.draft_token_ids[request] = request.draft_token_ids[:num_drafts]
 
     def unschedule_from(self, request: Request) -> int:
-        """Removes a running request, and all requests that were scheduled after it, from the step.
+        """Removes a running request, and all requests that were examined after it, from the step.
         Returns the number of tokens that were scheduled for the request.
         """
         index = self.plan.requests.index(request)
         num_tokens = self.plan.num_scheduled_tokens[index]
         self._unschedule(slice(index, None))
+        number = request.admission_number
+        failed = self.failed.items()
+        self.failed = {one: why for one, why in failed if one.admission_number < number}
         self.encoder.take_back_from(request)
         return num_tokens
 
