@@ -35,7 +35,7 @@ def _parser() -> CommandParser:
     parser = CommandParser(
         "admin",
         description="Pauses, resumes, resets and drains the replicas of a gateway.",
-        epilog="STEPWELL_ADMIN_URL and STEPWELL_ADMIN_KEY stand in for --url and --admin-key.",
+        epilog="STEPWELL_ADMIN_URL and STEPWELL_ADMIN_KEY are defaults of --url and --admin-key.",
     )
     parser.add_argument("call", choices=CALLS, metavar="CALL", help=", ".join(CALLS))
     parser.add_argument(

@@ -33,18 +33,18 @@ def _number(text: str) -> float:
 
 
 _SAMPLING: tuple[tuple[str, Callable[[str], float], str], ...] = (
-    ("max_tokens", int, "most tokens to generate"),
+    ("max_tokens", int, "maximum number of tokens to generate"),
     (
         "temperature",
         _number,
         "temperature of sampling: 0 is greedy, 1 the model's own distribution",
     ),
-    ("top_p", _number, "keep the smallest set of tokens with this probability"),
+    ("top_p", _number, "sample from the most probable tokens with this total probability"),
     ("top_k", int, "keep the k most probable tokens"),
     (
         "min_p",
         _number,
-        "drop tokens whose probability is below this share of the highest probability",
+        "drop tokens whose probability is below this fraction of the highest probability",
     ),
     ("presence_penalty", _number, "penalty for tokens that the answer already has"),
     (
@@ -68,18 +68,18 @@ class ClientParser(CommandParser):
         super().__init__(
             command,
             description=description,
-            epilog="STEPWELL_URL and STEPWELL_API_KEY stand in for --url and --api-key.",
+            epilog="STEPWELL_URL and STEPWELL_API_KEY are the defaults of --url and --api-key.",
         )
         self.add_argument(
             "--url",
             default=os.environ.get("STEPWELL_URL", DEFAULT_URL),
-            help=f"where the server is (default: {DEFAULT_URL})",
+            help=f"URL of the server (default: {DEFAULT_URL})",
         )
         self.add_argument(
             "--api-key",
             type=key,
             default=os.environ.get("STEPWELL_API_KEY"),
-            help="key to the server",
+            help="API key for the server",
         )
         TlsFiles.add_flags(self)
 
@@ -99,7 +99,7 @@ def add_interval(parser: argparse.ArgumentParser) -> None:
 
 
 def interval_of(arguments: argparse.Namespace) -> float:
-    """The value of --interval-seconds. Raises CommandError if nobody could wait so long."""
+    """The value of --interval-seconds. Raises CommandError unless it is in (0, a day]."""
     seconds: float = arguments.interval_seconds
     if not 0 < seconds <= _SECONDS_PER_DAY:
         raise CommandError("--interval-seconds must be above 0, and a day at most", exit_status=2)

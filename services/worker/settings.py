@@ -154,8 +154,8 @@ class WorkerSettings(ServiceSettings):
     )
     gpu_memory_utilization: float | None = setting(
         None,
-        doc="share of memory to use: on CUDA of the GPU's (default: 0.9); on the CPU of what is "
-        "available after loading (default: 0.7)",
+        doc="fraction of memory to use: on CUDA of the GPU's memory (default: 0.9); on the CPU of "
+        "the memory that is available after loading (default: 0.7)",
         check=between(0.01, 1),
     )
     num_local_replicas: int = setting(
@@ -192,7 +192,7 @@ class WorkerSettings(ServiceSettings):
         check=between(1, 65_535),
     )
     join_timeout_seconds: float = setting(
-        600.0, doc="longest time, in seconds, until all ranks must have joined", check=at_least(1)
+        600.0, doc="time limit, in seconds, for all ranks to join", check=at_least(1)
     )
     collective_timeout_seconds: float = setting(
         60.0,

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command. It is imported here, since other programs import parts of this package."""
+    """Runs the command."""
+    # Programs that import only parts of this package do not import the command.
     from services.cli.bench import command  # noqa: PLC0415
 
     return command.main(argv)

@@ -102,8 +102,8 @@ def _add_server(group: Any) -> None:
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="ask for answers of the whole length (ignore_eos and min_tokens, where the server "
-        "takes them)",
+        help="request answers of exactly --output-len tokens (with ignore_eos and min_tokens, if "
+        "the server accepts them)",
     )
     group.add_argument(
         "--header",
@@ -135,8 +135,8 @@ def _add_load(group: Any) -> None:
         "--request-rate",
         type=request_rate,
         metavar="R",
-        help="arrivals a second; steps such as 2:30,8:30 (rate:seconds), a ramp such as 2-8:60, or "
-        "inf for all at once; of several turns, arrivals are conversations",
+        help="arrivals per second of requests, or of conversations if --turns is set; steps such "
+        "as 2:30,8:30 (rate:seconds), a ramp such as 2-8:60, or inf for all at once",
     )
     group.add_argument(
         "--burstiness",
@@ -149,7 +149,8 @@ def _add_load(group: Any) -> None:
         "--max-concurrency",
         type=count,
         metavar="N",
-        help="clients of a closed loop (default: 1), or most requests at once of an open one",
+        help="number of clients of a closed loop (default: 1), or limit on the concurrent requests "
+        "of an open loop",
     )
     group.add_argument(
         "--num-requests",
@@ -193,7 +194,8 @@ def _add_prompts(group: Any) -> None:
         "--turns",
         type=number_range,
         metavar="N|A-B",
-        help="requests of a conversation, each with the answers before it (default: 1)",
+        help="number of requests of a conversation; each repeats the conversation so far (default: "
+        "1)",
     )
     group.add_argument(
         "--think-time",
@@ -212,8 +214,8 @@ def _add_prompts(group: Any) -> None:
         "--dataset",
         type=Path,
         metavar="FILE",
-        help="prompts in place of generated ones: JSON lines with prompt or messages, or JSON in "
-        "ShareGPT's form",
+        help="prompts instead of generated ones: JSON lines with prompt or messages, or JSON in "
+        "ShareGPT's format",
     )
     group.add_argument(
         "--trace",
@@ -246,7 +248,7 @@ def _add_prompts(group: Any) -> None:
         "--anonymous",
         action="store_const",
         const=True,
-        help="send the requests without their program, tool and end of the program",
+        help="omit the fields that name a request's program and tool and mark its last request",
     )
 
 

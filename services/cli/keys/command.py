@@ -36,8 +36,8 @@ def _parser() -> CommandParser:
     parser = CommandParser(
         "keys",
         description="Makes, lists and revokes API keys.",
-        epilog="STEPWELL_GATEWAY_API_KEY_FILE and STEPWELL_GATEWAY_REDIS_URL stand in for --file "
-        "and --redis-url.",
+        epilog="STEPWELL_GATEWAY_API_KEY_FILE and STEPWELL_GATEWAY_REDIS_URL are the defaults of "
+        "--file and --redis-url.",
     )
     parser.add_argument("action", choices=("create", "list", "revoke"))
     parser.add_argument("key", nargs="?", metavar="ID", help="id of the key to revoke")

@@ -119,7 +119,9 @@ class _Reader:
 
 
 def _rope_scaling(reader: _Reader) -> dict[str, Any] | None:
-    """Files of 2023 have the factor of linear scaling as `rope.scale_linear`, and no type."""
+    """Returns `rope_scaling`, or None. GGUF files of 2023 store the factor of linear scaling as
+    `rope.scale_linear`, and have no `rope.scaling.type`.
+    """
     kind = reader.optional("rope.scaling.type") or "linear"
     factor = "rope.scaling.factor"
     if kind == "linear" and reader.optional(factor) is None:

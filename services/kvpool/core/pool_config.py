@@ -31,9 +31,9 @@ class PoolConfig:
     prefix_match_unit: int | None = None
     """Number of tokens in a block hash. None selects `kv_cache_groups.hash_block_size`."""
     prefix_cache_retention_interval: int | None = None
-    """The distance in tokens between two windows or states in the prefix index. Further ones are
-    added where later requests are likely to continue: where prompts end or diverge. With 0, only
-    these are added. With None, all windows and states are added.
+    """The distance in tokens between two windows or states in the prefix index. Windows and states
+    are also added where prompts end or diverge, because later requests are likely to continue
+    there. With 0, they are added only there. With None, all windows and states are added.
     """
     max_model_len: int | None = None
     """Number of tokens of the longest sequence. Together with `max_in_flight_tokens` it limits the
@@ -45,7 +45,7 @@ class PoolConfig:
 
     @property
     def hash_block_size(self) -> int:
-        """Number of tokens in each hash of a chain."""
+        """Number of tokens per block hash."""
         return hash_block_size(
             self.groups, self.prefix_match_unit, enable_prefix_caching=self.enable_prefix_caching
         )

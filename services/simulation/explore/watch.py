@@ -19,21 +19,23 @@ from services.worker.core.model_runner import ModelRunner
 _LOOK_SECONDS = 0.02
 _LONGEST_LOOK_SECONDS = 0.5
 _NOTICE_SECONDS, _BUSY_NOTICE_SECONDS = 0.12, 0.5
-"""Seconds within which the services notice that a client has left, the second if all are busy."""
+"""Seconds within which the services notice that a client has disconnected. The second value applies
+if all services are busy.
+"""
 _STALL_SECONDS, _CALM_STALL_SECONDS = 12.0, 3.0
-"""Seconds within which a scheduler computes a step, or notices that it cannot, the second if the
-run has no faults.
+"""Seconds within which a scheduler computes a step, or notices that it cannot. The second value
+applies if the run has no faults.
 """
 _ANSWER_SECONDS, _CALM_ANSWER_SECONDS = 7.0, 0.4
-"""Seconds within which a scheduler accepts or refuses a sequence, or reports its end, the second if
-the run has no faults. With faults, a gateway may first have to end its session with a scheduler
-that does not reply.
+"""Seconds within which a scheduler accepts or refuses a sequence, or reports its end. The second
+value applies if the run has no faults. With faults, a gateway may first have to end its session
+with a scheduler that does not reply.
 """
 _NAME = re.compile(r"(?:\w+-)?request-(\d+)(?:-(\d+))?")
 
 
 Waits = dict[Hashable, tuple[float, str]]
-"""Maps a wait to its limit in seconds, and to the complaint if the wait exceeds it."""
+"""Maps a wait to its limit in seconds, and to the error message if the wait exceeds the limit."""
 
 
 def request_name(number: int) -> str:
@@ -42,8 +44,8 @@ def request_name(number: int) -> str:
 
 @dataclass(slots=True)
 class Watch:
-    """Checks the services again and again. `answers` maps requests' numbers to what their clients
-    have received. The services in `disturbed` have faults and may be late.
+    """Checks the services periodically. `answers` maps requests' numbers to the answers that their
+    clients have received so far. The services in `disturbed` have faults and may be late.
     """
 
     fleet: Fleet

@@ -35,7 +35,7 @@ class Accounts:
         The answer of a running request is not counted.
         """
         self.mean_context_tokens = 0.0
-        """The average over time, until the last arrival, of the tokens of unfinished programs."""
+        """The number of tokens of unfinished programs, averaged over time to the last arrival."""
         self._speeds: defaultdict[str, list[float]] = defaultdict(list)
         """Maps a tenant to its jobs' speeds: time alone, divided by actual time."""
         self._device = device
@@ -60,7 +60,9 @@ class Accounts:
         self.num_cold_tokens += max(0, anywhere - max(here, sent.num_cached))
 
     def _known(self, sent: SentTurn, address: str) -> tuple[int, int]:
-        """How many prompt tokens the replica at `address` has computed, and how many any has."""
+        """How many prompt tokens the replica at `address` has computed, and the largest such number
+        of all replicas.
+        """
         live = sent.live
         program = live.program
         holders = self._shared_known[program.application, program.num_shared_tokens]
@@ -77,7 +79,7 @@ class Accounts:
         self._speeds[program.tenant].append(alone / taken if taken else 1.0)
 
     def seconds_alone(self, program: Program) -> float:
-        """The time of a program that has a replica to itself, with unlimited memory."""
+        """The duration of a program that runs alone on a replica with unlimited memory."""
         seconds, context = 0.0, 0
         for number, turn in enumerate(program.turns):
             if turn.runs is not None:
@@ -119,7 +121,9 @@ def jain(values: Sequence[float]) -> float:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least the fraction `share` of the values does not exceed, or 0."""
+    """The smallest value that at least the fraction `share` of the values does not exceed. Returns
+    0 if there are no values.
+    """
     if not values:
         return 0.0
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]

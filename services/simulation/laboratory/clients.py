@@ -22,8 +22,8 @@ _MAX_PROGRAMS = 1 << 28
 
 
 class Applications:
-    """Stands for all applications, as the owner of the blocks of their shared prefixes.
-    KnownFuturePool evicts the owner with the greatest `next_use` first, so these blocks last.
+    """The owner of the blocks of all shared prefixes. KnownFuturePool evicts these blocks last,
+    because it evicts the owner with the greatest `next_use` first.
     """
 
     next_use = -1.0
@@ -42,7 +42,9 @@ class Clients:
         *,
         tells_work: bool = False,
     ) -> None:
-        """If `tells_work`, a request's priority is the number of tokens its program has left."""
+        """If `tells_work`, a request's priority is the number of tokens that its program must still
+        compute.
+        """
         self.fleet: SimulatedFleet
         self.live: dict[int, LiveProgram] = {}
         self.sent: dict[str, SentTurn] = {}
@@ -132,7 +134,7 @@ class Clients:
         self.fleet.fleet.start([request])
 
     def _note_context(self, live: LiveProgram) -> None:
-        """Accounts for the program's number of tokens in the time since it last changed."""
+        """Adds the context's tokens, times the seconds since the last call, to the accounts."""
         now = self._clock.now
         self._accounts.context_seconds += live.context.num_tokens * (now - live.noted_at)
         live.noted_at = now

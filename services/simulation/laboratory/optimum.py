@@ -6,9 +6,9 @@ the blocks that will be needed last (L. A. Belady, "A study of replacement algor
 virtual-storage computer", 1966). Blocks of ended programs are reused before all others, the end of
 a program's prompt before its beginning, and the prefixes that programs share last.
 
-It bounds what orders of eviction can reach, but not orders of admission. It is not a proven
-optimum, because requests also wait in the queue before they use their blocks, and because the time
-of a subagent is only estimated by its time on an idle replica.
+The results are a bound for policies of eviction, but not for policies of admission. The bound is
+not proven, because requests also wait in the queue before they use their blocks, and because the
+time of a subagent is only estimated by its time on an idle replica.
 """
 
 from collections import OrderedDict
@@ -24,7 +24,7 @@ from services.simulation.inprocess_pool import InProcessPool, pool_config_of
 
 
 class Owner(Protocol):
-    """What will use a block again: a program or, for shared prefixes, all applications together."""
+    """A program that will use a block again. For shared prefixes, all applications together."""
 
     @property
     def next_use(self) -> float: ...

@@ -10,7 +10,8 @@ from services.common.pool.block_hash import BlockHash
 _FIRST_OWN = 1 << 30
 """Tokens of applications are smaller than this number. Tokens of programs are not."""
 _APPLICATIONS = 1 << 31
-"""Numbers of blocks' owners: applications have this number or a greater one, programs smaller ones.
+"""Block hashes contain the number of the block's owner. Applications have numbers from this number
+on, programs have smaller numbers.
 """
 _HASH_MULTIPLIER = 0x9E3779B97F4A7C15
 
@@ -58,9 +59,9 @@ class Program:
 
 @dataclass(slots=True)
 class Context:
-    """The tokens of a program so far: one token for all that the application shares, repeated, and
-    then the program's own token, repeated. Therefore two blocks at the same position are equal if
-    and only if they have the same owner (an application or a program).
+    """The tokens of a program so far: first the application's token, once for each shared token,
+    then only the program's own token. Therefore two blocks at the same position are equal if and
+    only if they have the same owner (an application or a program).
     """
 
     program: Program

@@ -47,7 +47,7 @@ class Network:
         self.spike_chance = 0.01
         """The probability that a message takes up to 20 ms longer than usual."""
         self._cuts: dict[Cut, object] = {}
-        """Maps each cut to an object that differs from those of earlier cuts of the direction."""
+        """Maps each cut to an object that distinguishes it from earlier cuts of the direction."""
         self.awaited: dict[tuple[str, str], list[asyncio.Future[None]]] = {}
         """Maps (source, target) to futures that the next arrival at the target sets."""
         self._waiting: dict[Cut, list[Pipe]] = {}

@@ -33,7 +33,7 @@ class Process:
         self.name = name
         self.state = State.RUNS
         self.num_stops = 0
-        """How often it was stopped."""
+        """The number of times that the process was stopped."""
         self.seconds_ahead = 0.0
         """How far the process's wall clock is ahead of the virtual time."""
         self.files: list[Any] = []

@@ -68,8 +68,8 @@ def read_ropes(
     `theta`: the default base. `local_theta`: the default of `rope_local_base_freq`, the base of the
     embedding in layers with a window, whose frequencies are not scaled. If `local_theta` is None,
     all layers have the same embedding. `rope_parameters` may also have an entry for each type of
-    layer. If `rope_scaling` is present too, it replaces `rope_parameters`, except their base. Users
-    add it to stretch a model.
+    layer. If `rope_scaling` is also present, it replaces `rope_parameters` except their base,
+    because users add `rope_scaling` to extend the context of a model.
     """
     stored = config.nested("rope_parameters")
     values = config.nested("rope_scaling") or stored

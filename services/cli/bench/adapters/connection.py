@@ -125,7 +125,9 @@ _CONNECT_SECONDS = 10.0
 
 
 class Connections:
-    """One connection for each concurrent request. The last idle connection is reused first."""
+    """Connections to one server, one for each concurrent request. The connection that became idle
+    last is reused first.
+    """
 
     def __init__(
         self, host: str, port: int, clock: Callable[[], float], tls: ssl.SSLContext | None = None

@@ -14,7 +14,8 @@ from services.simulation.laboratory import programs
 class ProgramLoad:
     """Yields each program as a session, whose think times are the run times of tools. Programs of
     an application begin with equal text. If `says_names` is set, each request has the id of its
-    program, and the tool that runs after the turn or a flag for the last turn.
+    program. The last request of a program also has a flag, and any other request the name of the
+    tool that runs after it.
     """
 
     items: Iterable[programs.Program]

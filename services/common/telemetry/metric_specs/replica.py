@@ -30,8 +30,8 @@ QUEUE_ESTIMATE = _scheduler.gauge(
 ENGINE_STATE = _scheduler.gauge(
     "stepwell_engine_state",
     "",
-    "1 for the engine's state (idle, running, paused, recovering), else 0. While pool and workers "
-    "start, only the state starting, without model_name.",
+    "1 for the engine's state (idle, running, paused, recovering), else 0. Until the pool and the "
+    "workers have started, the only state is starting, and the series has no label model_name.",
     "state",
 )
 STEP_SECONDS = _scheduler.histogram(

@@ -67,7 +67,7 @@ class SchedulerLink:
         """
         self.address = address
         self.was_opened = False
-        """Whether the scheduler has opened a session at some time."""
+        """Whether the scheduler has ever opened a session."""
         self._gateway_id = gateway_id
         self._session_timeout = session_timeout_seconds
         self._received_at = 0.0

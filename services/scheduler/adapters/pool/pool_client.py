@@ -128,9 +128,9 @@ class PoolClient:
         return self._generation
 
     async def transact(self, operations: Sequence[Operation], traceparent: str = "") -> Outcome:
-        """Runs a transaction after those that were called before. Raises PoolLost if it fails, or
-        if an earlier one has failed since the pool was last opened. Transactions after a failed one
-        are not sent, because the pool would refuse them.
+        """Runs a transaction after the transactions of earlier calls. Raises PoolLost if it fails,
+        or if an earlier transaction has failed since the pool was last opened. Transactions after a
+        failed one are not sent, because the pool would refuse them.
         """
         async with self._turns:
             if self._lost is not None:

@@ -27,7 +27,7 @@ _DEFERRED = frozenset({WaitReason.HELD_BACK, WaitReason.PAUSED, WaitReason.RECOV
 
 
 class StartingCollector(Collector):
-    """The state of a replica without an engine, because its pool or workers are not open yet."""
+    """Reports the state `starting` of a replica whose pool or workers are not open yet."""
 
     def collect(self) -> Iterator[Metric]:
         yield by_label(replica.ENGINE_STATE, {"starting": 1})

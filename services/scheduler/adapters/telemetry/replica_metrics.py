@@ -14,7 +14,7 @@ class ReplicaMetrics:
     Leaves out processes that do not reply. Must be created in a running event loop.
 
     `own` are the scheduler's metrics. `labels` are added to all series. Workers' series also get
-    the label `rank`. Both change when the workers have loaded the model, which has a name then.
+    the label `rank`. Both are replaced when the workers have loaded the model and report its name.
     """
 
     def __init__(

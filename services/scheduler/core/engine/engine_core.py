@@ -308,9 +308,9 @@ class EngineCore:
         )
 
     def _may_plan(self) -> bool:
-        """Whether a step may be planned. The fault search (for a request whose steps always fail)
-        may now allow other requests to run. Then this first preempts all requests and admits only
-        those, once no step is in flight.
+        """Whether a step may be planned. If the fault search (for a request whose steps always
+        fail) now allows a different set of requests to run, this preempts all requests once no step
+        is in flight, so that only the requests of the set are admitted again.
         """
         if self._recovery.is_trial_due:
             if self._batch_queue:

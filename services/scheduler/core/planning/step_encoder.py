@@ -128,8 +128,8 @@ class StepEncoder:
             self._mark(request)
 
     def refuse(self, request: Request, start: int, num_tokens: int) -> None:
-        """Evicts outputs as if a request that lacks blocks were admitted, as in vLLM. The request
-        then uses no outputs. A session may have used outputs of its last turn until now.
+        """Evicts outputs as if a request that lacks blocks were admitted, as in vLLM. Then frees
+        the outputs that the request uses: a session may still use outputs of its last turn.
         """
         if start < request.num_encoded_tokens:
             self.decide(request, start, num_tokens)

@@ -127,8 +127,8 @@ class StepUpdate:
     def _end_in_order(
         self, unable: Mapping[Request, str], failed_loads: Sequence[Request] = ()
     ) -> list[Request]:
-        """Ends requests that can never be admitted, and those whose KV load has failed. Returns
-        them in order of arrival.
+        """Ends requests that can never be admitted, and requests whose KV load has failed. Returns
+        all of them in order of arrival.
         """
         ended = sorted({*unable, *failed_loads}, key=lambda request: request.key)
         for request in ended:

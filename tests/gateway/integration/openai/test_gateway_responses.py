@@ -55,7 +55,7 @@ async def streamed(client: openai.AsyncOpenAI, **fields: Any) -> tuple[Any, list
 
 
 def told(response: Any) -> dict[str, Any]:
-    """The content of a response. Ids of the response and of its items are left out."""
+    """The content of a response, without the ids of the response and of its items."""
     body: dict[str, Any] = response.model_dump(exclude={"id", "created_at"})
     for item in body["output"]:
         item.pop("id")
@@ -139,7 +139,7 @@ async def test_calls_and_their_results_go_back(hermes: Serving, client: openai.A
 async def test_a_function_of_a_namespace_is_called_and_sent_back(
     hermes: Serving, client: openai.AsyncOpenAI
 ) -> None:
-    """Codex offers some of its tools so, and searches of the web, which are left out."""
+    """Codex sends some tools in namespaces. It also sends web searches, which are ignored."""
     space: Any = {"type": "namespace", "name": "world", "tools": [tool()]}
     ask: dict[str, Any] = {"model": "tiny", "tools": [{"type": "web_search"}, space]}
     whole = CALL.replace("get_weather", "world__get_weather")

@@ -62,8 +62,8 @@ def _refuse(_block: Any) -> None:
 
 
 _Media = Annotated[Any, AfterValidator(_refuse)]
-"""An image or a document, which is refused. The error names the block's type after the block's
-index, as in Anthropic's API, so that Claude Code removes the block and sends the rest again.
+"""An image or a document, which is refused. In the error's path, the block's type follows the
+block's index, as in Anthropic's API. Claude Code then removes the block and sends the rest again.
 """
 _TEXT_TAGS = frozenset(f"<{name}>" for name in get_args(TextType))
 

@@ -17,8 +17,8 @@ from services.gateway.core.request.request import ClientRequest, Prompt
 
 _TOOLS = ToolFields("tools{}.name", "tools{}.input_schema", "tools{}.strict")
 _BILLING = "x-anthropic-billing-header"
-"""The beginning of the first block of Claude Code's system prompt. The block has a hash that
-differs in each request, so no prefix of the prompt would be found in the cache.
+"""The beginning of the first block of Claude Code's system prompt. The block is removed, because it
+contains a hash that differs in each request and would prevent prefix cache hits.
 """
 _CHOICES = {"auto": AUTO, "any": REQUIRED, "tool": NONE, "none": NONE}
 
@@ -109,8 +109,8 @@ def _thinking(body: CountTokensBody) -> dict[str, Any]:
 
 
 def _budget(body: MessagesBody, inference: Inference) -> int | None:
-    """Returns the maximum number of thinking tokens, or None if the client sets none, or if the
-    server cannot tell thinking from text.
+    """Returns the maximum number of thinking tokens. Returns None if the client sets none, or if
+    the server has no parser of the model's reasoning.
     """
     if body.thinking is None or body.thinking.type != "enabled":
         return None

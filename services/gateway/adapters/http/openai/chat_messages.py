@@ -37,7 +37,7 @@ class MessageWriter:
         self._shows_reasoning = shows_reasoning
         self._have_called: set[int] = set()
         self._written: dict[int, list[type[events.OutputEvent]]] = {}
-        """The kinds of events of each choice, the last one last."""
+        """Maps each choice to the kinds of its events, in the order of their latest events."""
 
     def deltas(self, piece: Piece) -> list[dict[str, Any]]:
         if piece.events is None:
@@ -98,8 +98,8 @@ class MessageWriter:
                 return {"tool_calls": [{"index": call, "function": {"arguments": text}}]}
 
     def _separator(self, index: int, event: events.OutputEvent) -> str:
-        """Returns the text before the event's text: a separator if it begins another part of a kind
-        that the choice already has.
+        """Returns the separator to send before the event's text if the event begins another part of
+        a kind that the choice already has. Otherwise returns an empty text.
         """
         kinds = self._written.setdefault(index, [])
         if kinds and kinds[-1] is type(event):

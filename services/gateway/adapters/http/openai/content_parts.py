@@ -73,10 +73,10 @@ _MEDIA = {
 
 
 def without_media(content: Any, info: ValidationInfo) -> Any:
-    """Replaces the parts of a tool's result that are not text, such as images, by a text that says
-    so. If they were refused, an agent whose tool returns an image could not continue, because it
-    sends the result again in each later request. A header of the answer lists the types of the
-    replaced parts.
+    """Replaces each image, document or file in a tool's result by a text, such as `[image omitted:
+    this server reads text only]`. If these parts were refused, an agent whose tool returns an image
+    could not continue, because it sends the result again in each later request. A header of the
+    answer lists the types of the replaced parts.
     """
     if not isinstance(content, list):
         return content

@@ -123,8 +123,8 @@ ToolCalls = Annotated[list[ToolCallBody], Field(fail_fast=True)]
 
 @dataclass(frozen=True, slots=True)
 class ToolFields:
-    """The paths of a tool's fields in the bodies of one API, for errors. {} stands for the tool's
-    place: its index in brackets, or what `places` has for it.
+    """The paths of a tool's fields in the bodies of one API, for errors. {} is replaced by the path
+    of the tool: an item of `places`, or if `places` is empty, the tool's index in brackets.
     """
 
     name: str
@@ -133,7 +133,7 @@ class ToolFields:
     places: Sequence[str] = ()
 
     def of(self, field: str, number: int) -> str:
-        """The path of a field of the tool with an index."""
+        """The path of a field of the tool with the index `number`."""
         return field.format(self.places[number] if self.places else f"[{number}]")
 
 

@@ -46,8 +46,8 @@ class ToolFormat:
     marks: tuple[str, ...]
     """The texts that delimit calls. Some may be special tokens of the model."""
     starts: tuple[str, ...] = ()
-    """Texts with which calls start, and which models hardly ever write otherwise. They end
-    reasoning that has no end mark.
+    """Texts that start calls and hardly ever occur elsewhere. Such a text ends reasoning that has
+    no end mark.
     """
     envelope: Envelope | None = None
     id_length: int | None = None

@@ -4,8 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 SEPARATOR = "\n"
-"""The text between two parts of the same kind, for APIs whose messages have one content. The models
-write white space there, which is part of the format of calls and is not in the events.
+"""The text that joins parts of the same kind, such as content before and after a call, in APIs
+whose messages have one content. The white space that models write around calls is in no event,
+because it belongs to the format of calls.
 """
 
 

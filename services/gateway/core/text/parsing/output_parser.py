@@ -52,8 +52,8 @@ class OutputParser:
         return self._go_on()
 
     def finish(self, *, is_cut: bool = False) -> Sequence[OutputEvent]:
-        """Ends the text. Returns the remaining events. `is_cut` is whether the text ended before
-        the model ended it. A call in progress then stays incomplete.
+        """Ends the text. Returns the remaining events. If the text was cut before the model ended
+        it (`is_cut`), a call in progress stays incomplete.
         """
         self._reader.end(is_cut=is_cut)
         return self._go_on()

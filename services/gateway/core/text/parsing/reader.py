@@ -33,7 +33,7 @@ class Reader:
         self._at = 0
         self._has_ended = False
         self.was_cut = False
-        """Whether the text has ended before the model ended it."""
+        """Whether the text was cut before the model ended it."""
         self._recorded: list[str] | None = None
 
     def record(self) -> None:
@@ -66,7 +66,7 @@ class Reader:
         self._pass(self._at + count)
 
     def unread(self, text: str) -> None:
-        """Puts text that was read back, so that it is read next."""
+        """Undoes the reading of `text`, so that it is read again next."""
         if self._text.endswith(text, 0, self._at):
             self._at -= len(text)
         else:

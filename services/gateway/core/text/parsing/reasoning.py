@@ -68,7 +68,7 @@ def read_reasoning(
     reader: Reader, sink: Sink, form: ReasoningFormat, call_starts: tuple[str, ...] = ()
 ) -> Reading[None]:
     """Reads the reasoning at the start of the text, if there is any. Reasoning without an end mark
-    ends before the first of `call_starts`, since models sometimes forget the mark before a call.
+    ends before the first of `call_starts`, since models sometimes omit the mark before a call.
     """
     if not sink.in_reasoning:
         space: list[str] = []

@@ -83,7 +83,7 @@ class EndedPrograms:
             self._first.add(program)
 
     def presume(self, program: Program) -> None:
-        """Counts a paused program that has probably ended, until the program returns."""
+        """Counts a paused program as ended until it returns, because it has probably ended."""
         if program in self._presumed:
             return
         self._presumed.add(program)

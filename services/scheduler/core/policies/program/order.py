@@ -40,10 +40,11 @@ class DueTimes:
         return self.continuing >= _LEAST_CONTINUING
 
     def due(self, program: Program, turn: ProgramTurn, num_lost_tokens: float) -> float:
-        """When a turn's conversation is due: `_PATIENCE` times the expected time of its remaining
-        turns after it began. The time is proportional to the tokens that must be computed for these
-        turns, including `num_lost_tokens`, which are tokens of the context. If programs have only
-        one turn, a conversation is due when it begins, so that requests are ordered by arrival.
+        """The time when a turn's conversation is due: its beginning, plus `_PATIENCE` times the
+        expected time of its remaining turns. The expected time is proportional to the number of
+        tokens to compute for these turns, including `num_lost_tokens`, the tokens of the context
+        that are no longer cached. If programs have only one turn, a conversation is due when it
+        begins, so that requests are ordered by arrival.
         """
         if not (self.have_later_turns and self.turn_tokens):
             return turn.began

@@ -70,9 +70,7 @@ class PauseStatistics:
         return 1 / (age + 1) if pauses is None else pauses.index(age)
 
     def best(self, tenant: bytes, tool: str, age: float) -> tuple[float, float]:
-        """The time t that maximizes `index`, and the probability that a program returns within t.
-        Returns the probability first.
-        """
+        """The probability of a return within t, and t, the time that maximizes `index`."""
         pauses = self._of(tenant, tool)
         if pauses is None:
             return 1.0, age + 1
@@ -171,9 +169,9 @@ class SortedPauses:
         """The number of returns among the first pauses: none, one, two, and so on."""
 
     def best(self, age: float) -> tuple[float, float, float]:
-        """The index at this age, the time t that maximizes it, and the probability of a return
-        within t, in the order index, probability, time. One more return after 2 * age + 1 seconds
-        is assumed, so that the index is above 0 even if all known pauses were shorter than `age`.
+        """The index at this age, the probability of a return within t, and t, the time that
+        maximizes the index. One more return after 2 * age + 1 seconds is assumed, so that the index
+        is above 0 even if all known pauses were shorter than `age`.
         """
         assumed = 2 * age + 1
         first, middle = bisect_right(self._lengths, age), bisect_left(self._lengths, assumed)

@@ -62,7 +62,7 @@ class ProgramRetention(Retention):
         self.turns = Turns(config)
         self._due_times = DueTimes(self._ended)
         self.first_cold: Request | None = None
-        """The cold request that must be admitted before all others, if any."""
+        """The cold request that must be admitted before all other requests, or None."""
         self.version = 0
         """Increases when the order of waiting requests may have changed."""
 
@@ -245,7 +245,7 @@ class ProgramRetention(Retention):
 
     def rank(self) -> list[Operation]:
         """Returns an operation with the order in which the pool may evict contexts, the least
-        valuable first. Returns none if the pool needs no new order.
+        valuable first. Returns no operation if the pool needs no new order.
         """
         if not self._is_short:
             return []

@@ -29,7 +29,7 @@ class Worth:
     A context is the blocks that an ended turn of a program (a run of an agent) leaves in the pool.
     Its worth is the time to compute its blocks again, in seconds, times its value, in 1 / second.
     The value is large if the program's next turn will probably arrive soon. The gain is the
-    fraction of the engine's time that one more running request saves. Both are pure numbers.
+    fraction of the engine's time that one more running request saves. Both are dimensionless.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class Worth:
             self._mean_wait += _WAIT_SMOOTHING * (waited - self._mean_wait)
 
     def nobody_waits(self) -> None:
-        """Must be called if no request waits any more, because its client has left. Otherwise the
-        next request would get credit for the time since then.
+        """Must be called if the last waiting request was aborted. Otherwise the next request would
+        get credit for the time since then.
         """
         self._credit, self._held_up_since = 0.0, None
 

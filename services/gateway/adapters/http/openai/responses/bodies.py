@@ -131,7 +131,7 @@ class ResponsesBody(StreamedBody, CommonSamplingFields, UnservedResponsesFields)
 
     @property
     def functions(self) -> list[ResponsesTool]:
-        """All functions, with the names by which the model knows them."""
+        """All functions, with their names in the prompt."""
         return [
             tool.model_copy(update={"name": whole_name(namespace, tool.name)})
             for _, namespace, tool in functions_of(self.tools)
@@ -139,7 +139,7 @@ class ResponsesBody(StreamedBody, CommonSamplingFields, UnservedResponsesFields)
 
     @property
     def places(self) -> Iterator[str]:
-        """The place of each function in `tools`, for errors."""
+        """The path of each function in `tools`, such as `[0].tools[1]`, for errors."""
         return (place for place, _, _ in functions_of(self.tools))
 
     @property
@@ -149,8 +149,8 @@ class ResponsesBody(StreamedBody, CommonSamplingFields, UnservedResponsesFields)
 
     @property
     def namespaced(self) -> dict[str, dict[str, str]]:
-        """Maps names by which the model knows functions of namespaces to the two fields that name
-        such a function in a call.
+        """Maps the names in the prompt of functions of namespaces to the fields `name` and
+        `namespace` of a call.
         """
         return {
             whole_name(namespace, tool.name): {"name": tool.name, "namespace": namespace}
@@ -159,8 +159,8 @@ class ResponsesBody(StreamedBody, CommonSamplingFields, UnservedResponsesFields)
         }
 
     def whole_name(self, name: str) -> str:
-        """The name by which the model knows a function that `tool_choice` names. A function of a
-        namespace may be named without the namespace if no other function has that name.
+        """The name in the prompt of a function that `tool_choice` names. `tool_choice` may omit the
+        function's namespace if no other function has the same name.
         """
         names = [
             whole_name(namespace, tool.name)

@@ -1,6 +1,6 @@
 """The input of custom tools, which is a text instead of a JSON object.
 
-As in vLLM, the model knows such a tool as a function with one argument, the text `input`.
+As in vLLM, the prompt describes such a tool as a function with one argument, the text `input`.
 """
 
 import json
@@ -24,10 +24,11 @@ _INCOMPLETE = re.compile(r"(?<!\\)(?:\\\\)*(\\(?:u[0-9A-Fa-f]{0,3})?)$")
 
 
 class InputDecoder:
-    """Decodes the arguments of a custom tool's call to its input while the model generates them.
+    """Extracts the input of a custom tool's call from the call's arguments, as the model generates
+    them.
 
-    If the first argument is not the input, the input is returned at the end of the call. If there
-    is no such argument, the input is the text of all arguments, as in vLLM.
+    If `input` is not the first argument, it is returned at the end of the call. If there is no
+    argument `input`, the whole text of the arguments is returned, as in vLLM.
     """
 
     def __init__(self) -> None:

@@ -68,8 +68,8 @@ class ItemWriter:
         namespaced: Mapping[str, dict[str, str]],
         custom_names: Collection[str],
     ) -> None:
-        """`namespaced` maps the names of some functions to the fields that name them in calls.
-        `custom_names` are the names of custom tools.
+        """`namespaced` maps the names in the prompt of functions of namespaces to the fields `name`
+        and `namespace` of their calls. `custom_names` are the names of custom tools.
         """
         self.items: list[dict[str, Any]] = []
         self._request = request

@@ -38,7 +38,7 @@ class MessageItem(HistoryBody):
 
 
 def whole_name(namespace: str | None, name: str) -> str:
-    """The name by which the model knows a tool, as in vLLM: `namespace__name` if it has one."""
+    """A tool's name in the prompt: as in vLLM, `namespace__name` if the tool has a namespace."""
     return f"{namespace}__{name}" if namespace else name
 
 

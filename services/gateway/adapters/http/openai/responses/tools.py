@@ -65,7 +65,7 @@ def _note_grammar(form: CustomFormat, info: ValidationInfo) -> CustomFormat:
 
 
 class CustomTool(_ClientTool):
-    """A tool that the client runs, whose input is a text. As in vLLM, the model knows it as a
+    """A tool that the client runs, whose input is a text. As in vLLM, the prompt describes it as a
     function with one argument.
     """
 
@@ -77,7 +77,7 @@ class CustomTool(_ClientTool):
 
     @property
     def function(self) -> ResponsesTool:
-        """The function. Its description contains the grammar of the text."""
+        """The function that the prompt describes. Its description contains the input's grammar."""
         texts = [self.description] if self.description else []
         if self.format is not None and self.format.definition is not None:
             texts.append(f"The text must conform to this grammar:\n{self.format.definition}")
@@ -90,7 +90,7 @@ class CustomTool(_ClientTool):
 
 
 class ResponsesNamespace(Body):
-    """Functions under a common name. Codex offers some of its tools so."""
+    """A namespace of functions. Codex sends some of its tools in namespaces."""
 
     type: Literal["namespace"]
     name: str = Field(pattern=TOOL_NAME)
@@ -115,9 +115,9 @@ AnyTool = Annotated[
 def _unless_search(
     tool: Any, validate: ValidatorFunctionWrapHandler, info: ValidationInfo
 ) -> _Tool | None:
-    """Validates a tool. Returns None for a search of the web, which OpenAI would run, and for a
-    search of tools, because the prompt contains all tools. Codex offers them by default, so they
-    are left out, and a header of the answer names them.
+    """Validates a tool. Returns None for a web search, which OpenAI would run, and for a tool
+    search, because the prompt contains all tools. Codex sends both by default, so they are ignored
+    instead of refused. A header of the answer lists them.
     """
     kind = tool.get("type") if isinstance(tool, dict) else None
     kind = kind if isinstance(kind, str) else ""
@@ -132,7 +132,7 @@ def _unless_search(
 def functions_of(
     tools: Sequence[_Tool | None] | None,
 ) -> list[tuple[str, str | None, ResponsesTool]]:
-    """Returns each function's place in the list, its namespace, and the function."""
+    """Returns each function's path, such as `[0].tools[1]`, its namespace, and the function."""
     found: list[tuple[str, str | None, ResponsesTool]] = []
     for number, tool in enumerate(tools or ()):
         if isinstance(tool, ResponsesTool):
@@ -157,7 +157,7 @@ ResponsesTools = Annotated[
     Field(max_length=MAX_TOOLS, fail_fast=True),
     AfterValidator(_few),
 ]
-"""Tools. None stands for a search that is left out."""
+"""Tools. None stands for an ignored web search or tool search."""
 
 
 class ResponsesNamedTool(Body):
