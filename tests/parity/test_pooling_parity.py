@@ -205,8 +205,8 @@ async def test_classes_of_two_texts_are_those_of_transformers(tmp_path: Path) ->
 async def test_the_problem_type_determines_the_function_of_single_texts(
     problem: str, num_labels: int, tmp_path: Path
 ) -> None:
-    """The same as in transformers' TextClassificationPipeline. Scores of pairs are always in the
-    same range, as in vLLM.
+    """The function equals that of transformers' TextClassificationPipeline. Scores of pairs are
+    always in the same range, as in vLLM.
     """
     model = save_classifier(tmp_path, "bert", num_labels=num_labels)
     edit_config(tmp_path, problem_type=problem)

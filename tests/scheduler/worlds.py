@@ -166,7 +166,9 @@ def _config(choices: Choices) -> dict[str, Any]:
 
 
 def _groups(choices: Choices, block_size: int) -> tuple[KVCacheGroup, ...]:
-    """KV-cache groups: one of full attention in half of the worlds, else up to three of any."""
+    """KV-cache groups: in half of the worlds one group of full attention, else up to three groups
+    of any attention type.
+    """
     if not choices.one_in(2):
         return (KVCacheGroup(AttentionType.FULL, block_size),)
     groups = []

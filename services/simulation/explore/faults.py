@@ -193,7 +193,7 @@ async def inject(fault: Fault, fleet: Fleet, network: Network, *, must_end: bool
             await asyncio.sleep(fault.seconds)
             process.is_disk_full = False
         case Kind.DEVICE:
-            """The worker's settings have the rule."""
+            """The worker's settings contain the rule of the fault."""
         case Kind.RESET:
             await _reset(fault, fleet, network)
         case _:

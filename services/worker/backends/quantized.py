@@ -25,7 +25,7 @@ class QuantizedWeight:
     bits, or float8_e4m3fn without NaN. `scales`, and `offsets` if not None, are float32 [out,
     groups]. `group` is the number of columns in a group, `in / groups`. `dtype` is the data type of
     the computation. With `quantizes_inputs`, inputs are rounded to 8 bits too (see quantized_rows).
-    Codes are then int8 with 8 bits, and each row has one scale and no offset.
+    This requires int8 codes of 8 bits, with one scale and no offset for each row.
     """
 
     codes: torch.Tensor

@@ -52,8 +52,8 @@ def every_shape(limits: BatchLimits) -> list[PromptShape]:
     """Returns steps that together use every kernel. A kernel is compiled for a number of lanes.
 
     The largest steps are first, so that smaller steps can be recorded in the memory of larger ones.
-    If layers have attention windows, chunks follow as many computed tokens as the widest window,
-    because this case requires additional kernels.
+    If layers have attention windows, each chunk has as many computed tokens before it as the widest
+    window, because such chunks use additional kernels.
     """
     buckets = _powers_of_two(bucket(limits.max_num_batched_tokens))
     chunks = [_chunks(num_lanes, limits) for num_lanes in buckets]

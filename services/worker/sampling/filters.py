@@ -51,8 +51,8 @@ def filter_values(params: SamplingParams) -> tuple[float, ...]:
 
 
 def best_token_ids(logits: Float32Array, count: int) -> Int64Array:
-    """The ids of the `count` largest logits of a row [V], in ascending order. Of equal logits,
-    those with the smallest ids are chosen. NaN is above all numbers.
+    """The ids of the `count` largest logits of a row [V], in ascending order. Among equal logits,
+    the smallest ids are chosen. NaN is above all numbers.
     """
     surplus = len(logits) - count
     if surplus <= 0:

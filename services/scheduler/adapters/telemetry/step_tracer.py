@@ -8,7 +8,7 @@ steps become candidates at random, with the sample ratio of traces. The sample r
 decides which candidates are sampled.
 
 Most steps only decode. Decode-only steps are collected and counted together, before any other event
-is counted. So the counts may not include the last MAX_UNCOUNTED_STEPS steps.
+is counted. So up to MAX_UNCOUNTED_STEPS recent steps may be missing from the counts.
 """
 
 import random

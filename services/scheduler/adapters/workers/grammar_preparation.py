@@ -30,7 +30,7 @@ class PreparedGrammars:
         self._known: Recent[StructuredOutputs, None] = Recent(MAX_KNOWN)
 
     def has(self, wanted: StructuredOutputs) -> bool:
-        """Whether the workers have compiled a grammar. Counts as a use of the grammar."""
+        """Whether the workers have compiled a grammar. The call counts as a use of the grammar."""
         if wanted in self._known:
             self._known.move_to_end(wanted)
             return True

@@ -316,7 +316,7 @@ class Scheduler(ReplicaState):
         )
 
     def _long_prefill_token_threshold(self) -> int:
-        """Limit on the tokens of each request in the step. 0 (no limit) if there is one request."""
+        """Limit on the tokens of each request in the step. With one request it is 0 (no limit)."""
         config, queues = self.config, self.queues
         num_requests = len(self.running) + len(queues.kv_waiting) + len(queues.waiting)
         if num_requests <= 1:

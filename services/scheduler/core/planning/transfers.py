@@ -49,7 +49,7 @@ class Transfers(Protocol):
     def promote(self, request: Request) -> bool:
         """If a load of the request has ended: makes the request ready for admission, publishes the
         blocks that were loaded, and returns True. If no block was loaded, frees all blocks of the
-        request. If no load has ended, only returns False.
+        request. If no load has ended, returns False and changes nothing.
         """
 
     def admitted(

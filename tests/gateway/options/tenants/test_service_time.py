@@ -61,8 +61,8 @@ class World:
 
 
 def test_a_deadline_leaves_time_for_a_request_that_takes_as_long_as_few_do() -> None:
-    """The scheduler's mean is 1 s, but a request takes 3.5 s. Judged by the mean, it would be
-    accepted although it cannot meet its deadline.
+    """The scheduler's mean is 1 s, but a request takes 3.5 s. If the gateway used the mean, it
+    would accept the request although the request cannot meet its deadline.
     """
     world = World()
     for _ in range(20):

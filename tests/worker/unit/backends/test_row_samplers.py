@@ -61,8 +61,8 @@ def assert_equal(
 
 
 def drawn_masks(kinds: list[str], generator: np.random.Generator, size: int) -> RowMasks:
-    """Random masks. A row's kind determines whether it has none, or one that allows all tokens, a
-    few, about half, or no token.
+    """Random masks. A row's kind determines whether the row has no mask, or a mask that allows all
+    tokens, a few, about half, or no token.
     """
     fractions = {"all": 1.0, "few": 0.01, "half": 0.5, "none": 0.0}
     allowed = np.zeros((len(kinds), -(-size // 32) * 32), np.bool_)

@@ -103,7 +103,7 @@ def _with_finite_numbers(value: dict[str, Any]) -> dict[str, Any]:
 
 
 JsonObject = Annotated[dict[str, Any], AfterValidator(_with_finite_numbers)]
-"""Any JSON object. Answers may contain it, and NaN or infinity are not JSON."""
+"""Any JSON object without NaN and infinity, because answers may repeat the object as JSON."""
 
 Prompts = Annotated[
     Annotated[str, Tag("<text>")]

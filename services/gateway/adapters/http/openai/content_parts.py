@@ -69,7 +69,7 @@ _MEDIA = {
     "audio": "audio",
     "input_audio": "audio",
 }
-"""Maps the types of parts that are not text, in all APIs, to the words for them."""
+"""Maps the part types of all APIs that are not text to the words that replace the parts."""
 
 
 def without_media(content: Any, info: ValidationInfo) -> Any:

@@ -99,7 +99,7 @@ class ItemWriter:
         return self.items
 
     def end(self, status: str = "completed") -> list[dict[str, Any]]:
-        """Ends the current item, if there is one. Returns its last events."""
+        """Ends the current item, if there is one. Returns the item's last events."""
         item = self._item
         if item is None:
             return []
