@@ -29,9 +29,9 @@ Attributes = Mapping[str, Any]
 
 
 def encoded_spans(spans: Sequence[ReadableSpan]) -> ExportTraceServiceRequest:
-    """Returns the same message as the SDK's `encode_spans`, with one difference: an attribute value
-    that OTLP cannot express, such as None or an integer of more than 64 bits, is encoded as text.
-    In the SDK, such a value is an error that loses all of `spans`.
+    """Returns the same message as the SDK's `encode_spans`. An attribute value that OTLP cannot
+    express, such as None or an integer of more than 64 bits, is encoded as text, because an error
+    would lose all of `spans`.
     """
     groups: dict[tuple[int, int], list[ReadableSpan]] = defaultdict(list)
     for span in spans:

@@ -26,10 +26,10 @@ class _Share:
 class BodyBudget:
     """A budget of bytes, which `hold` reserves.
 
-    The slow bodies of one caller must not make other callers wait. Therefore, the bytes that a
-    caller has reserved may exceed the free bytes only if they are of a single body (dynamic
-    thresholds: Choudhury and Hahne, 1998). Callers with an empty id are not distinguished, and may
-    reserve all bytes.
+    The slow bodies of one caller must not make other callers wait. Therefore a caller that already
+    has reserved bytes gets more only if, afterwards, at least as many bytes are free as the caller
+    has reserved (Choudhury and Hahne, 1998). Callers with an empty id are not distinguished, and
+    may reserve all bytes.
     """
 
     def __init__(self, max_bytes: int, max_wait_seconds: float) -> None:
