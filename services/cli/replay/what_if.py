@@ -5,8 +5,9 @@ aborted at the same steps as in the log. Whenever a step computes a request's la
 token of the log is appended to the request. If the log verified draft tokens when the request had
 this number of tokens, as many are accepted as in the log. A policy that uses times sees the logged
 times: a step is planned at the time of the log's step with the same number. If the log aborts a
-request, arbitrary tokens follow its logged tokens until the abort. If a request does not end in the
-log, it is aborted at its last logged token.
+request, arbitrary tokens follow its logged tokens until the abort. They also follow if the log's
+scheduler ended the request with an error, until the scheduler ends it here, too. If a request does
+not end in the log, it is aborted at its last logged token.
 """
 
 from collections import Counter
@@ -168,7 +169,7 @@ class WhatIf(SchedulerRun):
 
     def _is_ahead(self, request: Request) -> bool:
         """Whether a request needs tokens beyond its last token in the log."""
-        if self._is_aborted(request) or request.status is RequestStatus.WAITING_FOR_CHUNK:
+        if self._ends_otherwise(request) or request.status is RequestStatus.WAITING_FOR_CHUNK:
             return False
         return not self._next_tokens(request)
 
@@ -181,7 +182,7 @@ class WhatIf(SchedulerRun):
             return []
         accepted = self._history.accepted[request.key].get(self._num_tokens(request), 0)
         sampled = self._next_tokens(request)[: min(accepted, num_drafts) + 1]
-        if sampled or not self._is_aborted(request):
+        if sampled or not self._ends_otherwise(request):
             return sampled
         return [next(token for token in count() if token not in request.ending_token_ids)]
 
@@ -207,8 +208,9 @@ class WhatIf(SchedulerRun):
         logged = self._history.num_drafts[request.key]
         return [-1] * min(most, logged.get(request.num_tokens + len(sampled), most))
 
-    def _is_aborted(self, request: Request) -> bool:
-        return self._history.requests[request.key].finish_reason in _ENDS_BY_EVENTS
+    def _ends_otherwise(self, request: Request) -> bool:
+        """Whether the request's logged end was not decided by its tokens."""
+        return self._history.requests[request.key].finish_reason in _ENDS_WITHOUT_TOKENS
 
 
 def pooled_output(plan: SchedulerOutput) -> ModelRunnerOutput:
@@ -223,5 +225,10 @@ def pooled_output(plan: SchedulerOutput) -> ModelRunnerOutput:
     return ModelRunnerOutput([()] * len(plan.requests), pooled=dict.fromkeys(pooled))
 
 
-_ENDS_BY_EVENTS = {FinishReason.ABORT, FinishReason.QUEUE_TIMEOUT, FinishReason.STEP_FAILED}
-"""Finish reasons of requests that end by an event and not by their tokens."""
+_ENDS_WITHOUT_TOKENS = {
+    FinishReason.ABORT,
+    FinishReason.QUEUE_TIMEOUT,
+    FinishReason.STEP_FAILED,
+    FinishReason.ERROR,
+}
+"""Finish reasons of requests that an event or an error ended, whatever their tokens."""
