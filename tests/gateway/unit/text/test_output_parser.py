@@ -429,7 +429,7 @@ CALL_F, CALL_G = '{"name": "f", "parameters": {"i": 1}}', '{"name": "g", "parame
 OTHER = '{"name": "Bob", "parameters": {"i": 1}}'
 ANYWHERE: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("llama3_json", f"Ok: {CALL_F}", "Ok:", F),
-    ("llama3_json", f"Ok: {CALL_F}; {CALL_G} bye", "Ok:bye", G),
+    ("llama3_json", f"Ok: {CALL_F}; {CALL_G} bye", "Ok:\nbye", G),
     ("llama3_json", f"[{CALL_F}, {CALL_G}]", "", G),
     ("llama3_json", f"Ok: [{CALL_F}]", "Ok:", F),
     ("llama3_json", f"a {{b}} [1] <i> {CALL_F}", "a {b} [1] <i>", F),
@@ -439,9 +439,9 @@ ANYWHERE: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("llama3_json", f'{{"calls": [{CALL_F}]}}', f'{{"calls": [{CALL_F}]}}', []),
     ("llama3_json", "if (a[0] < b) { return; }", "if (a[0] < b) { return; }", []),
     ("llama4_json", f"<|python_start|>{CALL_F}<|python_end|>", "", F),
-    ("llama4_json", f"Ok<|python_start|>[{CALL_F}, {CALL_G}]<|python_end|>bye", "Okbye", G),
+    ("llama4_json", f"Ok<|python_start|>[{CALL_F}, {CALL_G}]<|python_end|>bye", "Ok\nbye", G),
     ("pythonic", "Ok: [f(i=1), g()]", "Ok:", G),
-    ("pythonic", "See [1] and [f(i=1)] and []", "See [1] andand []", F),
+    ("pythonic", "See [1] and [f(i=1)] and []", "See [1] and\nand []", F),
     ("pythonic", "Such as [h(i=1)].", "Such as [h(i=1)].", []),
     ("pythonic", "[h(i=1)]", "", [("h", {"i": 1})]),
     ("llama4_pythonic", "Ok <|python_start|>[f(i=1)]<|python_end|>", "Ok", F),
