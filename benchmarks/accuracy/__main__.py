@@ -1,11 +1,13 @@
 """Compares simulations with real runs of the services, for a model on this machine.
 
-    python -m benchmarks.accuracy [--model demo,135m] [--seconds 40]
+    python -m benchmarks.accuracy [--model demo,135m] [--seconds 40] [--rounds 1]
 
 1. Profile: `stepwell profile` measures steps of a worker with the same settings and fits a model of
    step times to them. The errors are of held-out steps, which are not used in the fit.
 2. Real runs at 0.5, 1 and 2 times the capacity, and at 2 times the capacity with each further
-   policy. Clients send conversations over HTTP.
+   policy. Clients send conversations over HTTP. With several rounds the means of the rounds are
+   compared; a round has one run of each kind. The spread is the difference between the largest and
+   the smallest mean job time of the rounds, divided by their mean.
 3. Serving costs, the time that the services add to each step: for each of these runs, they are
    fitted to all other runs, and to further runs with other conversations. Runs at other times are
    needed, because the speed of a shared machine changes.
@@ -26,7 +28,8 @@ import asyncio
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -85,44 +88,61 @@ class Measures:
         hit_rate = own.num_cached_tokens / own.num_prompt_tokens
         return cls(fmean(own.job_seconds), percentile(own.job_seconds, 0.99), first, hit_rate)
 
+    @classmethod
+    def mean(cls, rounds: Sequence["Measures"]) -> "Measures":
+        return cls(*(fmean(figures) for figures in zip(*map(astuple, rounds), strict=True)))
+
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The figures of a real run and of its simulation."""
+    """The figures of a load's real runs and of its simulation."""
 
     model: str
     policy: str
     load: float
     num_jobs: int
-    real: Measures
+    rounds: list[Measures]
+    """The figures of each real run."""
     simulated: Measures
     num_plans: int
-    """Number of plans of the real run. The replay produced equal plans."""
+    """Number of plans of the real runs. The replay produced equal plans."""
     decoding_error: float
     """The relative error of the summed times from first to last token, if they are computed from
-    the steps of the real run. It is the part of the error that the step times cause.
+    the steps of the real runs. It is the part of the error that the step times cause.
     """
 
+    @property
+    def real(self) -> Measures:
+        return Measures.mean(self.rounds)
+
+    @property
+    def spread(self) -> float:
+        """The relative difference between the largest and the smallest mean job time."""
+        means = [measures.mean_job for measures in self.rounds]
+        return (max(means) - min(means)) / fmean(means)
+
     def cells(self) -> list[str]:
+        real, simulated = self.real, self.simulated
         pairs = [
-            (getattr(self.real, name), getattr(self.simulated, name))
+            (getattr(real, name), getattr(simulated, name))
             for name in ("mean_job", "p99_job", "mean_first_token")
         ]
         times = [
             text
-            for real, simulated in pairs
-            for text in (f"{real:.3g}", f"{simulated:.3g}", f"{simulated / real - 1:+.1%}")
+            for before, after in pairs
+            for text in (f"{before:.3g}", f"{after:.3g}", f"{after / before - 1:+.1%}")
         ]
-        real, simulated = self.real.hit_rate, self.simulated.hit_rate
-        hits = [f"{real:.1%}", f"{simulated:.1%}", f"{100 * (simulated - real):+.1f}"]
+        points = f"{100 * (simulated.hit_rate - real.hit_rate):+.1f}"
+        hits = [f"{real.hit_rate:.1%}", f"{simulated.hit_rate:.1%}", points]
         name = f"{self.model}, {self.policy.rpartition(':')[2]}, {self.load:g} times"
-        return [name, str(self.num_jobs), *times, *hits, f"{self.decoding_error:+.1%}"]
+        ends = [f"{self.decoding_error:+.1%}", f"{self.spread:.1%}"]
+        return [name, str(self.num_jobs), *times, *hits, *ends]
 
 
 HEADER = (
     *("", "jobs", "mean job time, s", "simulated", ""),
     *("p99, s", "simulated", "", "first token, s", "simulated", ""),
-    *("hit rate", "simulated", "points", "step times"),
+    *("hit rate", "simulated", "points", "step times", "spread"),
 )
 
 
@@ -130,9 +150,6 @@ HEADER = (
 class Recorded:
     """A real run."""
 
-    policy: str
-    load: float
-    programs: list[Program]
     measures: Measures
     config: SchedulerConfig
     decodings: list[Decoding]
@@ -164,10 +181,16 @@ class Benchmark:
         options, loads = self._options, self._options.loads
         names = [(options.policies[0], load) for load in loads]
         names += [(policy, loads[-1]) for policy in options.policies[1:]]
-        runs = [await self._record(policy, load, capacity) for policy, load in names]
+        sent = {(policy, load): self._programs(policy, load * capacity) for policy, load in names}
+        runs: dict[tuple[str, float], list[Recorded]] = {name: [] for name in sent}
+        for number in range(1, options.rounds + 1):
+            for (policy, load), programs in sent.items():
+                log(f"{self._model.name}: round {number}, {policy}, {load:g} times the capacity")
+                runs[policy, load].append(await self._record(policy, programs))
 
-        def others(run: Recorded | None) -> list[Decoding]:
-            return fitted + [one for other in runs if other is not run for one in other.decodings]
+        def others(name: tuple[str, float] | None) -> list[Decoding]:
+            rounds = [rounds for other, rounds in runs.items() if other != name]
+            return fitted + [one for run in chain(*rounds) for one in run.decodings]
 
         found = others(None)
         serving = fit_serving(found)
@@ -182,7 +205,10 @@ class Benchmark:
                 "median_error_without": median_error(found, NO_SERVING),
             },
             "capacity": capacity,
-            "rows": [self._compare(run, fit_serving(others(run))) for run in runs],
+            "rows": [
+                self._compare(*name, programs, runs[name], fit_serving(others(name)))
+                for name, programs in sent.items()
+            ],
         }
 
     async def _read_profile(self) -> list[str]:
@@ -214,33 +240,38 @@ class Benchmark:
             found += self._decodings(run, step_log)
         return found
 
-    async def _record(self, policy: str, load: float, capacity: float) -> Recorded:
+    def _programs(self, policy: str, per_second: float) -> list[Program]:
+        programs = self._arriving(per_second, seed=2)
+        return with_priorities(programs) if policy == "priority" else programs
+
+    async def _record(self, policy: str, programs: list[Program]) -> Recorded:
         """Does a real run, and replays its step log."""
-        log(f"{self._model.name}: {policy}, {load:g} times the capacity")
-        programs = self._arriving(load * capacity, seed=2)
-        if policy == "priority":
-            programs = with_priorities(programs)
         run, step_log = await self._real(policy, programs)
         return Recorded(
-            policy,
-            load,
-            programs,
             Measures.of_real(run),
             StepLogFile(step_log).header.config,
             self._decodings(run, step_log),
             await num_equal_plans(step_log),
         )
 
-    def _compare(self, run: Recorded, serving: ServingCosts) -> Comparison:
+    def _compare(
+        self,
+        policy: str,
+        load: float,
+        programs: list[Program],
+        runs: list[Recorded],
+        serving: ServingCosts,
+    ) -> Comparison:
+        setup = Setup(runs[0].config, self._times, serving)
         return Comparison(
             self._model.name,
-            run.policy,
-            run.load,
-            len(run.programs),
-            run.measures,
-            Measures.of_simulated(simulate(Setup(run.config, self._times, serving), run.programs)),
-            run.num_plans,
-            total_error(run.decodings, serving),
+            policy,
+            load,
+            len(programs),
+            [run.measures for run in runs],
+            Measures.of_simulated(simulate(setup, programs)),
+            sum(run.num_plans for run in runs),
+            total_error([one for run in runs for one in run.decodings], serving),
         )
 
     def _worker_variables(self) -> dict[str, str]:
@@ -359,6 +390,7 @@ def main(argv: Sequence[str]) -> None:
     )
     add("--policies", type=lambda text: text.split(","), default=POLICIES, help="three by default")
     add("--seconds", type=positive, default=40.0, help="conversations arrive for this time")
+    add("--rounds", type=count, default=1, help="times that each compared run is made (default: 1)")
     add("--steps", type=count, default=600, help="steps to measure for a profile (default: 600)")
     add("--profiles", type=Path, help="directory with MODEL.toml (default: measure them)")
     add("--client", choices=CLIENTS, default="http", help="the package openai, or plain HTTP")
