@@ -44,18 +44,18 @@ def find(defect: Defect, finding: Finding, seeds: range) -> None:
 
 
 def check_without_defects() -> None:
-    """Ends the program if the search fails without a defect, for example because it cannot start.
-    Otherwise each defect would count as found.
+    """Ends the program if one of the first seeds fails without a defect, for example because the
+    copy lacks a file. Otherwise each defect would count as found.
     """
     with TemporaryDirectory() as directory:
-        seed, complaint = _search(_copy_to(Path(directory)), range(1))
+        seed, complaint = _search(_copy_to(Path(directory)), range(_ROUNDS[0]))
     if seed is not None:
         sys.exit(f"seed {seed} fails without a defect: {complaint}")
 
 
 def _copy_to(tree: Path) -> Path:
     subprocess.run(["cp", "-a", "--reflink=auto", ROOT / "services", tree], check=True)
-    for name in ("gen", "models"):
+    for name in ("deploy", "gen", "models"):
         (tree / name).symlink_to(ROOT / name)
     return tree
 
