@@ -9,11 +9,13 @@ from benchmarks.agents.loads import BASE, Load, with_policy
 from benchmarks.common.console import log
 from benchmarks.common.tables import number_text, table_text
 from services.scheduler.core.policies import PROGRAM
-from services.simulation.laboratory.run import simulate
+from services.simulation.laboratory.run import bounds, simulate
 from services.simulation.laboratory.workloads import generate
 
 LOADS = tuple(Load(name, 200_000, 0.0, 0.0, num_programs=400) for name in ("swe", "web", "mixed"))
-POLICIES = (BASE, "continuum-fixed", PROGRAM)
+UNLIMITED = "unlimited memory"
+POLICIES = (BASE, "continuum-fixed", PROGRAM, UNLIMITED)
+"""Scheduling policies, and fcfs with unlimited memory, a bound for all policies."""
 SLOWDOWN = 2.0
 BOUNDS = 0.1, 1.7
 NUM_HALVINGS = 7
@@ -52,7 +54,9 @@ def highest_rate(load: Load, policy: str, seed: int) -> float:
 def slowdown(load: Load, policy: str, seed: int) -> float:
     """The mean job time, divided by the mean job time on an idle replica."""
     programs = generate(load.name, load.traffic(seed))
-    accounts = simulate(with_policy(load.setup(), policy), programs).accounts
+    setup = load.setup()
+    setup = bounds(setup)[policy] if policy == UNLIMITED else with_policy(setup, policy)
+    accounts = simulate(setup, programs).accounts
     return fmean(accounts.job_seconds) / fmean(accounts.alone_seconds)
 
 
