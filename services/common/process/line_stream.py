@@ -1,10 +1,17 @@
-"""Writes lines to a stream that may reject them for some time, for example on a full disk."""
+"""Writes lines to a stream that may reject them for some time: to a full disk, or to a pipe or
+terminal whose reader has stopped reading.
+"""
 
 import errno
 import io
-import os
+import select
 from collections.abc import Callable
 from typing import TextIO
+
+_PATIENCE_MILLISECONDS = 100
+"""Maximum time for which a write waits for the reader of a pipe. Then its lines are dropped, and so
+are all later lines until the pipe has room. The writing process must not stop with its reader.
+"""
 
 
 class LineStream:
@@ -20,6 +27,10 @@ class LineStream:
         buffer = getattr(stream, "buffer", None)
         raw = getattr(buffer, "raw", buffer)
         self._raw = raw if isinstance(raw, io.RawIOBase) else None
+        self._room: select.poll | None = None
+        if isinstance(raw, io.FileIO):
+            self._room = select.poll()
+            self._room.register(raw, select.POLLOUT)
         self._num_lost = 0
         self._why = ""
         self._is_cut = False
@@ -54,7 +65,12 @@ class LineStream:
             self._stream.write(encoded.decode(self._stream.encoding or "utf-8"))
             self._stream.flush()
             return len(encoded)
-        num_written = self._raw.write(encoded)
+        num_written = None
+        patience = 0 if self._num_lost else _PATIENCE_MILLISECONDS
+        if self._room is None or self._room.poll(patience):
+            # A pipe with room accepts PIPE_BUF bytes at once. A longer write could wait.
+            end = encoded.rfind(b"\n", 0, select.PIPE_BUF) + 1
+            num_written = self._raw.write(encoded[: end or select.PIPE_BUF])
         if num_written is None:
-            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+            raise BlockingIOError(errno.EAGAIN, "the reader does not read")
         return num_written

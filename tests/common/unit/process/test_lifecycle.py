@@ -2,10 +2,13 @@
 
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
 import sys
+import termios
+import tty
 from pathlib import Path
 from typing import IO
 
@@ -226,6 +229,45 @@ run_service("thing", ServiceSettings, serve)
     assert "room again" in last
     if style == "json":
         assert json.loads(gap)["level"] == "warning"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "terminal"])
+def test_a_reader_that_does_not_read_the_log_makes_no_service_wait(kind: str) -> None:
+    body = """
+import logging
+
+async def serve(settings, stop):
+    logger = logging.getLogger("thing")
+    for number in range(20_000):
+        logger.log(logging.WARNING if number % 1000 == 0 else logging.INFO, "number %d", number)
+        if number % 100 == 0:
+            await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    print("serving", flush=True)
+    await stop.wait()
+
+run_service("thing", ServiceSettings, serve)
+"""
+    reader, writer = os.pipe() if kind == "pipe" else pty.openpty()
+    os.set_blocking(reader, False)
+    if kind == "terminal":
+        tty.setraw(writer)
+        termios.tcflow(writer, termios.TCOOFF)  # as Ctrl-S does
+    with open(reader, "rb", buffering=0) as log, open(writer, "w") as errors:  # noqa: PTH123
+        process = start(body, log_level="info", errors=errors)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "serving\n"
+        if kind == "terminal":
+            termios.tcflow(writer, termios.TCOON)
+        written = b"".join(iter(lambda: log.read(65_536), None))
+        process.send_signal(signal.SIGTERM)
+        assert ended(process)[0] == 0
+        written += b"".join(iter(lambda: log.read(65_536), None))
+    *numbers, gap, last = written.decode().splitlines()
+    assert [line.rpartition(" ")[2] for line in numbers] == [str(n) for n in range(len(numbers))]
+    num_lost = 20_000 - len(numbers)
+    assert f"{num_lost} lines before this one could not be written: the reader" in gap
+    assert "SIGTERM" in last
 
 
 def test_garbage_is_collected_while_it_serves_but_not_searched_for_in_what_was_imported() -> None:
